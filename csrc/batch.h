@@ -1,0 +1,154 @@
+// One batch of ids against one table: dedup, find, admit, insert or evict.
+//
+// The batch is split into partitions by bucket range. A partition owns its buckets, so partitions
+// run on any threads in any order without locks and give the serial result; inside one, ids keep
+// the order of their first occurrence.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "table.h"
+
+namespace dynamicemb {
+
+enum class BatchMode : uint8_t {
+  kTrain,   // find or insert, new rows initialised
+  kInsert,  // insert or overwrite with given rows
+  kAssign,  // overwrite the rows that exist
+  kLocate,  // find only: for gradients that were summed elsewhere
+};
+
+// The score this batch writes. `value` is the strategy's word, `timestamp` the other word of
+// kTimestampLfu; counts are added by the strategies that count.
+struct BatchScore {
+  uint64_t value = 0;
+  uint64_t timestamp = 0;
+};
+
+// Given rows, one per occurrence (the last occurrence of an id counts). Null: keep what is there,
+// or the initial value of a new row.
+struct RowSourceGiven {
+  const std::byte* embeddings = nullptr;
+  const float* state = nullptr;
+  const uint64_t* scores = nullptr;
+};
+
+struct Evicted {
+  std::vector<uint64_t> ids;
+  std::vector<std::byte> embeddings;
+  std::vector<float> state;
+  std::vector<uint64_t> scores;
+};
+
+class Batch {
+ public:
+  Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, size_t n,
+        const int64_t* counts);
+
+  Table& table() const { return *table_; }
+  size_t size() const { return n_; }
+  void give(const RowSourceGiven& given) { given_ = given; }
+  void keep_evicted() { keep_evicted_ = true; }
+
+  // Steps in order. Those with an index may run in parallel over it; the others are serial.
+  size_t chunks() const;
+  void count_chunk(size_t chunk);
+  void plan_partitions();
+  void scatter_chunk(size_t chunk);
+  size_t partitions() const { return partitions_; }
+  void find(size_t partition);       // dedup, then find
+  bool needs_decision() const;       // growth or admission may come between find and commit
+  bool prepare_commit();             // grows; true: split and find must run again
+  void resplit();                    // after that: carries the admission over
+  void locate(size_t partition);     // find again after the table changed
+  void commit(size_t partition, const BatchScore& score);
+  void finish();
+
+  // Between find and commit: the distinct missing ids in order of first occurrence.
+  size_t collect_missing();
+  void missing(uint64_t* ids, int64_t* counts) const;
+  // One flag per missing id. Rejected rows read as `rows` (fp32, one per rejected id) if given,
+  // else as `initializer` makes them.
+  void admit(const bool* mask, const Initializer& initializer, const float* rows);
+  // The rows of another batch are not evicted by this one.
+  void protect(Batch& other);
+
+  // After finish.
+  uint64_t failures() const { return counters_.failures; }
+  uint64_t rejections() const { return counters_.rejections; }
+  const Evicted& evicted() const { return evicted_; }
+  void slots(int64_t* out) const;      // per occurrence; -1 failed, -2 rejected
+  void written(bool* out) const;       // per occurrence
+  bool stale() const { return version_ != table_->version_; }
+
+ private:
+  friend class Group;
+
+  enum Fate : uint8_t { kThere, kFailed, kRejected };
+  struct Partition {
+    uint32_t begin = 0, end = 0;  // occurrences
+    uint32_t unique = 0;          // entries used from `begin` on
+    uint32_t missing = 0;
+    uint32_t highest_position = 0;
+    Counters counters;
+    std::vector<uint32_t> evicted_by;  // unique entries, in order
+    Evicted evicted;
+    std::vector<uint32_t> inserted;  // unique entries, for numbered rows
+  };
+
+  uint32_t partition_of(uint64_t hash) const;
+  uint32_t occurrences_begin(const Partition& p, uint32_t entry) const {
+    return entry == p.begin ? p.begin : occurrence_end_[entry - 1];
+  }
+  void update_hit(uint32_t entry, uint32_t slot, const BatchScore& score);
+  void write_given(uint32_t entry, uint32_t slot, bool fresh);
+  void insert(Partition& p, uint32_t entry, const BatchScore& score, struct VictimQueue* queue);
+  void hand_back(Partition& p, uint32_t entry, uint32_t slot);
+  void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;
+  void publish(const Partition& p);
+  void mark_rejected();
+
+  std::shared_ptr<Table> table_;
+  BatchMode mode_;
+  const uint64_t* ids_;
+  const int64_t* counts_;
+  size_t n_;
+  RowSourceGiven given_;
+  bool keep_evicted_ = false;
+  uint32_t stamp_ = 0;
+  uint64_t version_ = 0;
+  uint64_t found_at_ = 0;  // the table's change count when the ids were looked up
+
+  size_t partitions_ = 1;
+  uint64_t buckets_per_partition_ = 1;
+  std::vector<uint32_t> histogram_;  // chunk-major
+  std::vector<Partition> parts_;
+  std::unique_ptr<uint64_t[]> part_ids_;
+  std::unique_ptr<uint32_t[]> part_positions_;
+  // Distinct ids, at [begin, begin + unique) of their partition.
+  std::unique_ptr<uint64_t[]> entry_ids_;
+  std::unique_ptr<uint32_t[]> entry_slots_;
+  std::unique_ptr<uint32_t[]> entry_first_;  // position of the first occurrence
+  std::unique_ptr<int64_t[]> entry_counts_;  // only where something counts
+  std::unique_ptr<uint32_t[]> occurrence_end_;
+  std::unique_ptr<uint32_t[]> occurrences_;  // positions, grouped by entry
+  std::unique_ptr<uint8_t[]> entry_fate_;
+  std::unique_ptr<uint32_t[]> rows_;         // per occurrence: row number for RowSource
+  std::vector<uint32_t> missing_;            // entries, in order of first occurrence
+  std::vector<uint8_t> admitted_;            // flags of the missing entries
+  std::vector<std::byte> side_;              // row 0: zeros; then rejected rows
+  std::unique_ptr<uint32_t[]> entry_side_;   // side row of a rejected entry
+  Counters counters_;
+  Evicted evicted_;
+};
+
+// Runs the steps over several batches at once, each step in one parallel section.
+void find_all(std::span<Batch* const> batches, int threads);
+void commit_all(std::span<Batch* const> batches, std::span<const BatchScore> scores, int threads);
+// find_all and commit_all; without a barrier between them for batches that need no decision.
+void run_all(std::span<Batch* const> batches, std::span<const BatchScore> scores, int threads);
+
+}  // namespace dynamicemb

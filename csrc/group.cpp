@@ -1,0 +1,334 @@
+#include "group.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "parallel.h"
+
+namespace dynamicemb {
+namespace {
+
+constexpr size_t kChunk = 2048;       // occurrences per task
+constexpr uint32_t kSumBlock = 256;   // occurrences summed in order; blocks are then summed in order
+
+// A task of one segment: outputs [begin, end), which are occurrences or bags of the segment.
+struct Task {
+  size_t segment, begin, end;
+};
+
+std::vector<Task> output_tasks(std::span<const Segment> segments, const Pooling& pooling) {
+  std::vector<Task> tasks;
+  for (size_t s = 0; s < segments.size(); ++s) {
+    const size_t outputs =
+        pooling.pooled ? segments[s].features * pooling.batch_size : segments[s].id_count;
+    size_t step = kChunk;
+    if (pooling.pooled)
+      step = std::clamp<size_t>(kChunk * outputs / std::max<size_t>(segments[s].id_count, 1), 1,
+                                kChunk);
+    for (size_t begin = 0; begin < outputs; begin += step)
+      tasks.push_back({s, begin, std::min(outputs, begin + step)});
+  }
+  return tasks;
+}
+
+std::byte* element(void* base, DataType type, size_t index) {
+  return static_cast<std::byte*>(base) + index * bytes_of(type);
+}
+
+// Where the output of bag `bag` of a segment starts, in elements.
+size_t output_of_bag(const Segment& segment, const Pooling& pooling, size_t bag) {
+  const size_t feature = bag / pooling.batch_size;
+  return (bag - feature * pooling.batch_size) * pooling.stride + segment.column +
+         feature * segment.table->config().dim;
+}
+
+// Pools the bags [begin, end) of a segment; `rows` are the row numbers from occurrence `first` on.
+void pool_bags(const Segment& segment, const Pooling& pooling, const RowSource& source,
+               const uint32_t* rows, size_t first, size_t begin, size_t end, void* out) {
+  const int64_t* offsets =
+      pooling.offsets + segment.first_feature * pooling.batch_size;
+  const auto last = static_cast<size_t>(offsets[end]);
+  const auto pool = kernels().pool;
+  for (size_t bag = begin; bag < end; ++bag) {
+    const auto from = static_cast<size_t>(offsets[bag]);
+    const size_t length = static_cast<size_t>(offsets[bag + 1]) - from;
+    const Bag work{.rows = rows + (from - first),
+                   .weights = pooling.weights == nullptr ? nullptr : pooling.weights + from,
+                   .length = length,
+                   .readable = last - from,
+                   .divisor = pooling.mean && length > 1 ? static_cast<float>(length) : 1.0f};
+    pool(source, work, pooling.type,
+         element(out, pooling.type, output_of_bag(segment, pooling, bag)));
+  }
+}
+
+// Occurrence -> its gradient row and the factor it entered the output with.
+class Gradients {
+ public:
+  Gradients(std::span<const Segment> segments, const Pooling& pooling, const void* gradient,
+            int threads)
+      : pooling_(pooling), gradient_(static_cast<const std::byte*>(gradient)) {
+    if (!pooling.pooled) return;
+    size_t ids = 0, bags = 0;
+    for (const Segment& segment : segments) {
+      ids = std::max(ids, segment.id_begin + segment.id_count);
+      bags = std::max(bags, (segment.first_feature + segment.features) * pooling.batch_size);
+    }
+    bag_of_.reset(new uint32_t[ids]);
+    parallel_for(threads, (bags + kChunk - 1) / kChunk, [&](size_t task) {
+      const size_t end = std::min(bags, (task + 1) * kChunk);
+      for (size_t bag = task * kChunk; bag < end; ++bag)
+        for (int64_t i = pooling.offsets[bag]; i < pooling.offsets[bag + 1]; ++i)
+          bag_of_[static_cast<size_t>(i)] = static_cast<uint32_t>(bag);
+    });
+  }
+
+  const std::byte* row(const Segment& segment, size_t occurrence) const {
+    size_t index;
+    if (pooling_.pooled) {
+      index = output_of_bag(segment, pooling_,
+                            bag_of_[occurrence] - segment.first_feature * pooling_.batch_size);
+    } else {
+      index = occurrence * pooling_.stride;
+    }
+    return gradient_ + index * bytes_of(pooling_.type);
+  }
+
+  float scale(size_t occurrence) const {
+    float scale = pooling_.weights != nullptr ? pooling_.weights[occurrence] : 1.0f;
+    if (pooling_.mean) {
+      const size_t bag = bag_of_[occurrence];
+      const auto length = static_cast<float>(pooling_.offsets[bag + 1] - pooling_.offsets[bag]);
+      scale *= 1.0f / length;
+    }
+    return scale;
+  }
+
+  // sum = the gradients of `count` occurrences, in their order.
+  void sum(const Segment& segment, const uint32_t* occurrences, uint32_t count, float clamp,
+           float* sum, float* scratch) const {
+    const uint32_t dim = segment.table->config().dim;
+    const size_t bytes = dim * bytes_of(pooling_.type);
+    const auto accumulate = kernels().accumulate;
+    std::fill_n(sum, dim, 0.0f);
+    for (uint32_t block = 0; block < count; block += kSumBlock) {
+      float* into = count <= kSumBlock ? sum : scratch;
+      if (into == scratch) std::fill_n(scratch, dim, 0.0f);
+      const uint32_t end = std::min(count, block + kSumBlock);
+      for (uint32_t i = block; i < end; ++i) {
+        if (i + 4 < count) prefetch_bytes(row(segment, segment.id_begin + occurrences[i + 4]), bytes);
+        const size_t occurrence = segment.id_begin + occurrences[i];
+        accumulate(pooling_.type, row(segment, occurrence), clamp, scale(occurrence), into, dim);
+      }
+      if (into == scratch) accumulate(DataType::kFloat32, scratch, 0, 1.0f, sum, dim);
+    }
+  }
+
+ private:
+  const Pooling& pooling_;
+  const std::byte* gradient_;
+  std::unique_ptr<uint32_t[]> bag_of_;
+};
+
+struct PartitionTask {
+  size_t segment, partition;
+};
+
+std::vector<PartitionTask> partition_tasks(std::span<const Segment> segments) {
+  std::vector<PartitionTask> tasks;
+  for (size_t s = 0; s < segments.size(); ++s)
+    for (size_t p = 0; p < segments[s].batch->partitions(); ++p) tasks.push_back({s, p});
+  return tasks;
+}
+
+}  // namespace
+
+void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids,
+                     const Pooling& pooling, void* out, int threads) {
+  std::vector<std::vector<std::byte>> missing(segments.size());
+  for (size_t s = 0; s < segments.size(); ++s) {
+    const Table& table = *segments[s].table;
+    missing[s].resize(table.stride_);
+    const std::vector<float> constant(table.config_.dim, table.config_.missing_value);
+    kernels().narrow(table.config_.type, constant.data(), missing[s].data(), table.config_.dim);
+  }
+  const std::vector<Task> tasks = output_tasks(segments, pooling);
+  parallel_for(threads, tasks.size(), [&](size_t task) {
+    const auto [s, begin, end] = tasks[task];
+    const Segment& segment = segments[s];
+    const Table& table = *segment.table;
+    size_t first = segment.id_begin + begin, last = segment.id_begin + end;
+    if (pooling.pooled) {
+      const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
+      first = static_cast<size_t>(offsets[begin]);
+      last = static_cast<size_t>(offsets[end]);
+    }
+    thread_local std::vector<uint32_t> rows;
+    rows.resize(last - first);
+    table.find(ids + first, last - first, 1, rows.data());
+    for (uint32_t& row : rows)
+      row = row == kNoSlot ? kSideRow : static_cast<uint32_t>(table.row_of(row));
+    const RowSource source{table.rows_.data(), missing[s].data(), table.stride_,
+                           table.config_.dim, table.config_.type};
+    if (pooling.pooled) {
+      pool_bags(segment, pooling, source, rows.data(), first, begin, end, out);
+    } else {
+      kernels().gather(source, rows.data(), rows.size(), pooling.type,
+                       element(out, pooling.type, first * pooling.stride), pooling.stride);
+    }
+  });
+}
+
+void Group::refresh(std::span<const Segment> segments, int threads) {
+  std::vector<Segment> stale;
+  for (const Segment& segment : segments)
+    if (segment.batch->stale()) stale.push_back(segment);
+  if (stale.empty()) return;
+  const auto tasks = partition_tasks(stale);
+  parallel_for(threads, tasks.size(), [&](size_t task) {
+    Batch& batch = *stale[tasks[task].segment].batch;
+    batch.locate(tasks[task].partition);
+    if (batch.rows_) batch.publish(batch.parts_[tasks[task].partition]);
+  });
+  for (const Segment& segment : stale) segment.batch->version_ = segment.table->version_;
+}
+
+void Group::read(std::span<const Segment> segments, const Pooling& pooling, void* out,
+                 int threads) {
+  refresh(segments, threads);
+  const std::vector<Task> tasks = output_tasks(segments, pooling);
+  parallel_for(threads, tasks.size(), [&](size_t task) {
+    const auto [s, begin, end] = tasks[task];
+    const Segment& segment = segments[s];
+    const Table& table = *segment.table;
+    const Batch& batch = *segment.batch;
+    const RowSource source{table.rows_.data(), batch.side_.data(), table.stride_,
+                           table.config_.dim, table.config_.type};
+    if (pooling.pooled) {
+      const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
+      const auto first = static_cast<size_t>(offsets[begin]);
+      pool_bags(segment, pooling, source, batch.rows_.get() + (first - segment.id_begin), first,
+                begin, end, out);
+    } else {
+      kernels().gather(source, batch.rows_.get() + begin, end - begin, pooling.type,
+                       element(out, pooling.type, (segment.id_begin + begin) * pooling.stride),
+                       pooling.stride);
+    }
+  });
+}
+
+void Group::update(std::span<const Segment> segments, const Pooling& pooling, const void* gradient,
+                   std::span<const OptimizerStep> steps, int threads) {
+  refresh(segments, threads);
+  const Gradients gradients(segments, pooling, gradient, threads);
+  const auto tasks = partition_tasks(segments);
+  std::vector<uint64_t> dropped(tasks.size(), 0);
+  parallel_for(threads, tasks.size(), [&](size_t task) {
+    const Segment& segment = segments[tasks[task].segment];
+    const OptimizerStep& step = steps[tasks[task].segment];
+    const Table& table = *segment.table;
+    const Batch& batch = *segment.batch;
+    const auto& p = batch.parts_[tasks[task].partition];
+    const uint32_t dim = table.config_.dim, end = p.begin + p.unique;
+    const bool in_place = table.config_.type == DataType::kFloat32;
+    const auto optimize = kernels().optimize[static_cast<size_t>(step.kind)];
+    thread_local std::vector<float> buffers;
+    buffers.resize(3 * size_t{dim});
+    float* sum = buffers.data();
+    float* scratch = sum + dim;
+    float* wide = scratch + dim;
+    constexpr uint32_t kDistance = 8;
+    for (uint32_t entry = p.begin; entry < end; ++entry) {
+      if (const uint32_t ahead = entry + kDistance; ahead < end) {
+        if (const uint32_t slot = batch.entry_slots_[ahead]; slot != kNoSlot) {
+          prefetch_bytes(table.row(slot), table.stride_);
+          if (table.state_.scalar) prefetch(&table.records_[slot]);
+        }
+        const uint32_t occurrence = batch.occurrences_[batch.occurrences_begin(p, ahead)];
+        prefetch_bytes(gradients.row(segment, segment.id_begin + occurrence),
+                       dim * bytes_of(pooling.type));
+      }
+      if (batch.entry_fate_[entry] != Batch::kThere) continue;
+      const uint32_t slot = batch.entry_slots_[entry];
+      if (slot == kNoSlot) {  // evicted or erased between forward and backward
+        ++dropped[task];
+        continue;
+      }
+      const uint32_t begin = batch.occurrences_begin(p, entry);
+      gradients.sum(segment, batch.occurrences_.get() + begin, batch.occurrence_end_[entry] - begin,
+                    step.max_gradient, sum, scratch);
+      std::byte* row = table.row(slot);
+      float* scalar = &table.records_[slot].scalar;
+      if (in_place) {
+        optimize(reinterpret_cast<float*>(row), table.row_state(row), scalar, sum, dim, step);
+        continue;
+      }
+      kernels().widen(table.config_.type, row, wide, dim);
+      optimize(wide, table.row_state(row), scalar, sum, dim, step);
+      if (step.stochastic_rounding) {
+        kernels().narrow_stochastic(table.config_.type, wide, row, dim, step.rounding_seed,
+                                    batch.entry_ids_[entry], step.step);
+      } else {
+        kernels().narrow(table.config_.type, wide, row, dim);
+      }
+    }
+  });
+  for (size_t i = 0; i < tasks.size(); ++i)
+    segments[tasks[i].segment].table->counters_.dropped_gradients += dropped[i];
+}
+
+void Group::weight_gradient(std::span<const Segment> segments, const Pooling& pooling,
+                            const void* gradient, float* out, int threads) {
+  refresh(segments, threads);
+  Pooling unweighted = pooling;
+  unweighted.weights = nullptr;
+  const Gradients gradients(segments, unweighted, gradient, threads);
+  Pooling by_occurrence;  // tasks over occurrences, whatever the pooling
+  const std::vector<Task> tasks = output_tasks(segments, by_occurrence);
+  parallel_for(threads, tasks.size(), [&](size_t task) {
+    const auto [s, begin, end] = tasks[task];
+    const Segment& segment = segments[s];
+    const Table& table = *segment.table;
+    const Batch& batch = *segment.batch;
+    const uint32_t dim = table.config_.dim;
+    const RowSource source{table.rows_.data(), batch.side_.data(), table.stride_, dim,
+                           table.config_.type};
+    std::vector<float> row(dim), incoming(dim);
+    for (size_t i = begin; i < end; ++i) {
+      const size_t occurrence = segment.id_begin + i;
+      kernels().widen(table.config_.type, source.at(batch.rows_[i]), row.data(), dim);
+      kernels().widen(pooling.type, gradients.row(segment, occurrence), incoming.data(), dim);
+      out[occurrence] = kernels().dot(row.data(), incoming.data(), dim) * gradients.scale(occurrence);
+    }
+  });
+}
+
+size_t Group::reduce(const Segment& segment, const Pooling& pooling, const void* gradient,
+                     float max_gradient, int threads, uint64_t* ids, float* sums) {
+  const std::span<const Segment> one(&segment, 1);
+  const Gradients gradients(one, pooling, gradient, threads);
+  const Batch& batch = *segment.batch;
+  const uint32_t dim = segment.table->config_.dim;
+  std::vector<size_t> start(batch.partitions_ + 1, 0);
+  for (size_t p = 0; p < batch.partitions_; ++p) {
+    const auto& part = batch.parts_[p];
+    start[p + 1] = start[p];
+    for (uint32_t entry = part.begin; entry < part.begin + part.unique; ++entry)
+      start[p + 1] += batch.entry_fate_[entry] == Batch::kThere;
+  }
+  parallel_for(threads, batch.partitions_, [&](size_t p) {
+    const auto& part = batch.parts_[p];
+    std::vector<float> scratch(dim);
+    size_t to = start[p];
+    for (uint32_t entry = part.begin; entry < part.begin + part.unique; ++entry) {
+      if (batch.entry_fate_[entry] != Batch::kThere) continue;
+      const uint32_t begin = batch.occurrences_begin(part, entry);
+      gradients.sum(segment, batch.occurrences_.get() + begin, batch.occurrence_end_[entry] - begin,
+                    max_gradient, sums + to * dim, scratch.data());
+      ids[to++] = batch.entry_ids_[entry];
+    }
+  });
+  return start.back();
+}
+
+}  // namespace dynamicemb

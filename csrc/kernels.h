@@ -1,0 +1,154 @@
+// The inner loops, compiled once per instruction set and chosen when the library is loaded.
+//
+// Every variant gives the same bits: no contraction to fused multiply-add unless it is written
+// down, and sums over columns have one fixed order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dynamicemb {
+
+using std::size_t;
+using std::uint32_t;
+using std::uint64_t;
+using std::uint8_t;
+
+enum class DataType : uint8_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+inline size_t bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+
+// What a slot holds beside its id and digest. `stamp` is the number of the last batch that touched
+// the slot; `scalar` is the optimizer state of optimizers that keep one number per row.
+struct Record {
+  uint64_t score;
+  uint32_t stamp;
+  float scalar;
+};
+static_assert(sizeof(Record) == 16);
+
+inline constexpr uint32_t kNoSlot = 0xffffffffu;
+
+struct IndexView {
+  const uint8_t* digests;
+  const uint64_t* keys;
+  uint64_t num_buckets;
+  uint32_t width;
+};
+
+// Rows to read from: a row number with the top bit set is a row of `side` (rows that are not in
+// the table: zeros, the missing row, rows of ids that were not admitted).
+inline constexpr uint32_t kSideRow = 0x80000000u;
+
+struct RowSource {
+  const std::byte* rows;
+  const std::byte* side;
+  size_t stride;
+  uint32_t dim;
+  DataType type;
+
+  const std::byte* at(uint32_t row) const {
+    const std::byte* base = (row & kSideRow) ? side : rows;
+    return base + static_cast<size_t>(row & ~kSideRow) * stride;
+  }
+};
+
+// One bag: `length` row numbers to sum, each scaled by its weight where there are weights.
+struct Bag {
+  const uint32_t* rows;
+  const float* weights;
+  size_t length;
+  size_t readable;  // row numbers that may be read ahead, counted from `rows`
+  float divisor;    // the sum is divided by it; 1 leaves it alone
+};
+
+enum class InitializerMode : uint8_t { kConstant = 0, kUniform, kNormal, kTruncatedNormal, kDebug };
+
+// A new row is a pure function of (seed, id, column).
+struct Initializer {
+  InitializerMode mode = InitializerMode::kConstant;
+  float value = 0;                  // constant
+  float lower = 0, upper = 1;       // uniform, truncated normal
+  float mean = 0, std_dev = 1;      // normal, truncated normal
+  float cdf_lower = 0, cdf_upper = 1;  // of the standard normal at the truncation bounds
+  uint64_t seed = 0;
+};
+
+enum class OptimizerKind : uint8_t {
+  kSgd = 0,
+  kMomentum,
+  kAdam,
+  kAdagrad,
+  kRowwiseAdagrad,
+  kPartialRowwiseAdam,
+  kFtrl,
+};
+inline constexpr size_t kOptimizerKinds = 7;
+
+// The numbers of one optimizer step. Derived ones are computed in double by the caller.
+struct OptimizerStep {
+  OptimizerKind kind = OptimizerKind::kSgd;
+  float learning_rate = 0.01f;
+  float epsilon = 1e-8f;
+  float beta2 = 0.999f;
+  float one_minus_beta1 = 0.1f, one_minus_beta2 = 0.001f;
+  float adam_rate = 0.01f;  // learning rate / bias correction of the first moment
+  float bias_correction2_sqrt = 1;
+  float momentum = 0, dampening = 0;
+  float weight_decay = 0;
+  float decay_factor = 1;  // 1 - learning rate * weight decay
+  float lambda1 = 0, lambda2 = 0, ftrl_beta = 0;
+  float max_gradient = 0;  // incoming gradients are clamped to +-max_gradient; 0 = not
+  bool nesterov = false;
+  bool decoupled_decay = false;
+  bool maximize = false;
+  bool stochastic_rounding = false;
+  uint64_t rounding_seed = 0;
+  uint32_t step = 0;  // stochastic rounding draws anew each step
+};
+
+struct Kernels {
+  const char* name;
+
+  // slots[i] = bucket * width + position of ids[i], or kNoSlot.
+  void (*find)(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots);
+  // Lowest position with an empty digest, or `width`.
+  uint32_t (*free_position)(const uint8_t* digests, uint32_t width);
+  // Position of the smallest (score, position) not touched by batch `stamp`, or kNoSlot. All
+  // slots of the bucket must be occupied.
+  uint32_t (*victim)(const Record* records, uint32_t width, uint32_t stamp);
+
+  void (*initialize)(const Initializer& initializer, uint64_t id, float* row, uint32_t dim);
+  void (*widen)(DataType type, const void* from, float* to, uint32_t dim);
+  void (*narrow)(DataType type, const float* from, void* to, uint32_t dim);
+  // Rounds up or down at random, with the right expectation: a pure function of
+  // (seed, id, column, step).
+  void (*narrow_stochastic)(DataType type, const float* from, void* to, uint32_t dim, uint64_t seed,
+                            uint64_t id, uint32_t step);
+
+  // out[i] = row rows[i], converted to `out_type`.
+  void (*gather)(const RowSource& source, const uint32_t* rows, size_t n, DataType out_type,
+                 void* out, size_t out_stride);
+  void (*pool)(const RowSource& source, const Bag& bag, DataType out_type, void* out);
+
+  // sum += clamp(gradient) * scale
+  void (*accumulate)(DataType type, const void* gradient, float clamp, float scale, float* sum,
+                     uint32_t dim);
+  // sum over columns of a * b, in the fixed order of this library
+  float (*dot)(const float* a, const float* b, uint32_t dim);
+  // One update of a row; `gradient` may be overwritten.
+  void (*optimize[kOptimizerKinds])(float* weights, float* state, float* scalar, float* gradient,
+                                    uint32_t dim, const OptimizerStep& step);
+};
+
+// The variant for this processor. DYNAMICEMB_ISA=baseline|avx2|avx512 forces a lesser one.
+const Kernels& kernels();
+
+inline void prefetch(const void* address) { __builtin_prefetch(address); }
+
+inline void prefetch_bytes(const void* address, size_t bytes) {
+  const auto* at = static_cast<const char*>(address);
+  for (size_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(at + offset);
+}
+
+}  // namespace dynamicemb

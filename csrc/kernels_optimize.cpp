@@ -1,0 +1,113 @@
+// One optimizer update of one row. Optimizers are applied to fp32 weights in the order of
+// operations of torch.optim, so that the two can be compared.
+#include <cmath>
+
+#include "kernels_variant.h"
+
+namespace dynamicemb::DYNAMICEMB_VARIANT {
+namespace {
+
+using Float = float* __restrict;
+
+// The sign of the objective and weight decay, which all optimizers share.
+inline void prepare(Float weights, Float gradient, uint32_t dim, const OptimizerStep& step) {
+  if (step.maximize)
+    for (uint32_t i = 0; i < dim; ++i) gradient[i] = -gradient[i];
+  if (step.weight_decay == 0) return;
+  if (step.decoupled_decay) {
+    for (uint32_t i = 0; i < dim; ++i) weights[i] = weights[i] * step.decay_factor;
+  } else {
+    for (uint32_t i = 0; i < dim; ++i) gradient[i] = gradient[i] + step.weight_decay * weights[i];
+  }
+}
+
+void sgd(float* w, float*, float*, float* g, uint32_t dim, const OptimizerStep& step) {
+  Float weights = w, gradient = g;
+  prepare(weights, gradient, dim, step);
+  const float rate = -step.learning_rate;
+  for (uint32_t i = 0; i < dim; ++i) weights[i] = std::fma(rate, gradient[i], weights[i]);
+}
+
+void momentum(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
+  Float weights = w, gradient = g, buffer = state;
+  prepare(weights, gradient, dim, step);
+  const float rate = -step.learning_rate, keep = 1.0f - step.dampening;
+  for (uint32_t i = 0; i < dim; ++i) {
+    buffer[i] = step.momentum * buffer[i] + keep * gradient[i];
+    const float direction = step.nesterov ? gradient[i] + step.momentum * buffer[i] : buffer[i];
+    weights[i] = std::fma(rate, direction, weights[i]);
+  }
+}
+
+void adam(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
+  Float weights = w, gradient = g, first = state, second = state + dim;
+  prepare(weights, gradient, dim, step);
+  const float new1 = step.one_minus_beta1, new2 = step.one_minus_beta2, rate = -step.adam_rate;
+  for (uint32_t i = 0; i < dim; ++i) {
+    const float m = std::fma(new1, gradient[i] - first[i], first[i]);
+    const float v = step.beta2 * second[i] + new2 * gradient[i] * gradient[i];
+    first[i] = m;
+    second[i] = v;
+    const float denominator = std::sqrt(v) / step.bias_correction2_sqrt + step.epsilon;
+    weights[i] = weights[i] + rate * m / denominator;
+  }
+}
+
+void adagrad(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
+  Float weights = w, gradient = g, sum = state;
+  prepare(weights, gradient, dim, step);
+  for (uint32_t i = 0; i < dim; ++i) {
+    sum[i] = sum[i] + gradient[i] * gradient[i];
+    weights[i] = weights[i] + -step.learning_rate * gradient[i] / (std::sqrt(sum[i]) + step.epsilon);
+  }
+}
+
+void rowwise_adagrad(float* w, float*, float* scalar, float* g, uint32_t dim,
+                     const OptimizerStep& step) {
+  Float weights = w, gradient = g;
+  prepare(weights, gradient, dim, step);
+  *scalar = *scalar + dot(gradient, gradient, dim) / static_cast<float>(dim);
+  const float rate = step.learning_rate / (std::sqrt(*scalar) + step.epsilon);
+  for (uint32_t i = 0; i < dim; ++i) weights[i] = weights[i] - rate * gradient[i];
+}
+
+void partial_rowwise_adam(float* w, float* state, float* scalar, float* g, uint32_t dim,
+                          const OptimizerStep& step) {
+  Float weights = w, gradient = g, first = state;
+  prepare(weights, gradient, dim, step);
+  const float new1 = step.one_minus_beta1;
+  const float mean_square = dot(gradient, gradient, dim) / static_cast<float>(dim);
+  *scalar = step.beta2 * *scalar + step.one_minus_beta2 * mean_square;
+  const float denominator = std::sqrt(*scalar) / step.bias_correction2_sqrt + step.epsilon;
+  const float rate = step.adam_rate / denominator;
+  for (uint32_t i = 0; i < dim; ++i) {
+    first[i] = std::fma(new1, gradient[i] - first[i], first[i]);
+    weights[i] = weights[i] - rate * first[i];
+  }
+}
+
+// FTRL-Proximal (McMahan et al. 2013) with the learning-rate power -1/2.
+void ftrl(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
+  Float weights = w, gradient = g, z = state, n = state + dim;
+  prepare(weights, gradient, dim, step);
+  for (uint32_t i = 0; i < dim; ++i) {
+    const float before = std::sqrt(n[i]);
+    n[i] = n[i] + gradient[i] * gradient[i];
+    const float after = std::sqrt(n[i]);
+    const float sigma = (after - before) / step.learning_rate;
+    z[i] = z[i] + (gradient[i] - sigma * weights[i]);
+    const float size = std::fabs(z[i]);
+    const float shrunk = z[i] < 0 ? step.lambda1 - size : size - step.lambda1;  // sign(z)(|z| - l1)
+    const float rate = (step.ftrl_beta + after) / step.learning_rate + step.lambda2;
+    weights[i] = size <= step.lambda1 ? 0.0f : -shrunk / rate;
+  }
+}
+
+}  // namespace
+
+void (*const optimize[kOptimizerKinds])(float*, float*, float*, float*, uint32_t,
+                                        const OptimizerStep&) = {
+    sgd, momentum, adam, adagrad, rowwise_adagrad, partial_rowwise_adam, ftrl,
+};
+
+}  // namespace dynamicemb::DYNAMICEMB_VARIANT

@@ -1,0 +1,88 @@
+"""dynamicemb: embedding tables for PyTorch whose ids are any 64-bit integers."""
+
+from dynamicemb.admission import (
+    AdmissionStrategy,
+    Counter,
+    FrequencyAdmissionStrategy,
+    KVCounter,
+    ProbabilityAdmissionStrategy,
+)
+from dynamicemb.errors import (
+    ArgumentTypeError,
+    DynamicEmbError,
+    InsertionError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+    UsageError,
+)
+from dynamicemb.nn import (
+    BatchedDynamicEmbeddingTables,
+    BatchedDynamicEmbeddingTablesV2,
+    DynamicEmbedding,
+    DynamicEmbeddingBag,
+    compiled,  # noqa: F401  registers the operators
+    torch_optim,  # noqa: F401  registers the hooks
+)
+from dynamicemb.optimizers import EmbOptimType, OptimizerArgs
+from dynamicemb.options import (
+    BATCH_SIZE_PER_DUMP,
+    BUCKET_ALIGNMENT,
+    DEMB_TABLE_ALIGN_SIZE,
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbCheckMode,
+    DynamicEmbEvictStrategy,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    ScoreStrategy,
+    align_to_table_size,
+    string_to_evict_strategy,
+)
+from dynamicemb.types import (
+    data_type_to_dtype,
+    data_type_to_dyn_emb,
+    dyn_emb_to_torch,
+    torch_to_dyn_emb,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BATCH_SIZE_PER_DUMP",
+    "BUCKET_ALIGNMENT",
+    "DEMB_TABLE_ALIGN_SIZE",
+    "MAX_BUCKET_CAPACITY",
+    "AdmissionStrategy",
+    "ArgumentTypeError",
+    "BatchedDynamicEmbeddingTables",
+    "BatchedDynamicEmbeddingTablesV2",
+    "Counter",
+    "DynamicEmbCheckMode",
+    "DynamicEmbError",
+    "DynamicEmbEvictStrategy",
+    "DynamicEmbInitializerArgs",
+    "DynamicEmbInitializerMode",
+    "DynamicEmbPoolingMode",
+    "DynamicEmbScoreStrategy",
+    "DynamicEmbTableOptions",
+    "DynamicEmbedding",
+    "DynamicEmbeddingBag",
+    "EmbOptimType",
+    "FrequencyAdmissionStrategy",
+    "InsertionError",
+    "InvalidArgumentError",
+    "KVCounter",
+    "OptimizerArgs",
+    "OutOfMemoryError",
+    "ProbabilityAdmissionStrategy",
+    "ScoreStrategy",
+    "UsageError",
+    "align_to_table_size",
+    "data_type_to_dtype",
+    "data_type_to_dyn_emb",
+    "dyn_emb_to_torch",
+    "string_to_evict_strategy",
+    "torch_to_dyn_emb",
+]

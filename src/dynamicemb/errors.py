@@ -1,0 +1,141 @@
+"""The exceptions of the library, and the checks that raise them.
+
+A user's mistake is always a :class:`DynamicEmbError` that is also the built-in exception a caller
+would expect. An internal bug is an ``AssertionError``; the two never mix.
+
+The ``check_*`` functions word every refusal the same way: the argument, the value, what is allowed.
+They return the value, so a caller can write ``self.dim = check_integer("dim", dim, minimum=1)``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+__all__ = [
+    "ArgumentTypeError",
+    "DynamicEmbError",
+    "InsertionError",
+    "InvalidArgumentError",
+    "OutOfMemoryError",
+    "UsageError",
+]
+
+EnumT = TypeVar("EnumT", bound=enum.Enum)
+
+
+class DynamicEmbError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class InvalidArgumentError(DynamicEmbError, ValueError):
+    """An argument has the right type and a value that is not allowed."""
+
+
+class ArgumentTypeError(DynamicEmbError, TypeError):
+    """An argument has the wrong type (or a tensor the wrong dtype)."""
+
+
+class InsertionError(DynamicEmbError, RuntimeError):
+    """Ids could not be inserted and ``safe_check_mode`` is ``ERROR``."""
+
+
+class OutOfMemoryError(DynamicEmbError, MemoryError):
+    """Memory could not be allocated; the object that asked for it is unchanged."""
+
+
+class UsageError(DynamicEmbError, RuntimeError):
+    """A call that is not possible in the present state, such as training before ``set_score``."""
+
+
+def wrong_type(name: str, value: object, allowed: str) -> ArgumentTypeError:
+    """The error for an argument of the wrong type."""
+    return ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}); allowed: {allowed}")
+
+
+def wrong_value(name: str, value: object, allowed: str) -> InvalidArgumentError:
+    """The error for a value that is not allowed."""
+    return InvalidArgumentError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def check_bool(name: str, value: object) -> bool:
+    """``value`` if it is a ``bool``."""
+    if not isinstance(value, bool):
+        raise wrong_type(name, value, "True or False")
+    return value
+
+
+def check_integer(
+    name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None
+) -> int:
+    """``value`` as ``int`` if it is an integer (not a ``bool``) in ``[minimum, maximum]``."""
+    if minimum is not None and maximum is not None:
+        allowed = f"an integer from {minimum} to {maximum}"
+    elif minimum is not None:
+        allowed = f"an integer of at least {minimum}"
+    elif maximum is not None:
+        allowed = f"an integer of at most {maximum}"
+    else:
+        allowed = "an integer"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise wrong_type(name, value, allowed)
+    result = int(value)
+    if (minimum is not None and result < minimum) or (maximum is not None and result > maximum):
+        raise wrong_value(name, value, allowed)
+    return result
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> float:
+    """``value`` as ``float`` if it is a finite real number within the bounds given.
+
+    ``minimum`` and ``maximum`` belong to the range, ``above`` and ``below`` do not.
+    """
+    bounds = [
+        f"{sign} {bound}"
+        for sign, bound in ((">=", minimum), (">", above), ("<=", maximum), ("<", below))
+        if bound is not None
+    ]
+    allowed = "a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise wrong_type(name, value, allowed)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if (
+        not math.isfinite(result)
+        or (minimum is not None and result < minimum)
+        or (maximum is not None and result > maximum)
+        or (above is not None and result <= above)
+        or (below is not None and result >= below)
+    ):
+        raise wrong_value(name, value, allowed)
+    return result
+
+
+def check_enum(name: str, value: object, kind: type[EnumT]) -> EnumT:
+    """``value`` if it is a member of ``kind``; a plain number or string is not."""
+    if not isinstance(value, kind):
+        raise wrong_type(name, value, f"{kind.__name__}.{{{', '.join(kind.__members__)}}}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Refuse ``value`` unless it equals one of ``choices`` and has the type of one of them."""
+    options = list(choices)
+    allowed = ", ".join(str(option) for option in options)
+    if not isinstance(value, tuple(type(option) for option in options)):
+        raise wrong_type(name, value, allowed)
+    if value not in options:
+        raise wrong_value(name, value, allowed)

@@ -1,0 +1,322 @@
+"""Several tables and features in one lookup, with a fused optimizer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from dynamicemb.errors import InvalidArgumentError, check_enum, check_integer, wrong_type, wrong_value
+from dynamicemb.nn.checks import (
+    check_ids,
+    check_offsets,
+    check_one_dimension,
+    check_output_dtype,
+    check_weights,
+)
+from dynamicemb.nn.module import DynamicModule, Plan
+from dynamicemb.optimizers import EmbOptimType, Optimizer, OptimizerArgs
+from dynamicemb.options import (
+    BATCH_SIZE_PER_DUMP,
+    DynamicEmbPoolingMode,
+    DynamicEmbTableOptions,
+)
+from dynamicemb.table import Pooling, Table, create_table
+
+
+class BatchedDynamicEmbeddingTables(DynamicModule):
+    """Several tables, several features each, looked up together.
+
+    Args:
+        table_options: one per table; ``dim`` and ``max_capacity`` must be set. Every table keeps its
+            own options: initialiser, scores, bucket width, data type, admission.
+        table_names: unique; default "t0", "t1", ...
+        feature_table_map: the table of every feature, in table order; default one each.
+        pooling_mode: SUM, MEAN, or NONE (then all tables have one dim).
+        output_dtype: float32, float16 or bfloat16; pooling is in float32.
+        device: "cpu".
+        optimizer: an ``EmbOptimType``, ours or fbgemm's. The numbers of ``OptimizerArgs`` follow as
+            keywords (``learning_rate``, ``eps``, ``beta1``, ``weight_decay``, ...).
+        separate_step: backward only keeps gradients; :meth:`step`, or a ``torch.optim`` optimizer
+            over ``parameters()``, updates the rows with their sum.
+        seed: of new rows; default: drawn from torch's generator.
+
+    Accepted so that existing code runs, without effect: ``use_index_dedup`` (lookups always dedup),
+    ``prefetch_pipeline``, ``enforce_hbm``, ``bounds_check_mode`` (every id is in bounds).
+    """
+
+    def __init__(
+        self,
+        table_options: Sequence[DynamicEmbTableOptions],
+        table_names: Sequence[str] | None = None,
+        feature_table_map: Sequence[int] | None = None,
+        use_index_dedup: bool = False,
+        prefetch_pipeline: bool = False,
+        pooling_mode: DynamicEmbPoolingMode = DynamicEmbPoolingMode.SUM,
+        output_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        enforce_hbm: bool = False,
+        bounds_check_mode: Any = None,
+        optimizer: Any = EmbOptimType.SGD,
+        *,
+        separate_step: bool = False,
+        seed: int | None = None,
+        **optimizer_args: Any,
+    ) -> None:
+        options = _checked_options(table_options)
+        names = _checked_names(table_names, len(options))
+        features = _features_per_table(feature_table_map, len(options))
+        mode = check_enum("pooling_mode", pooling_mode, DynamicEmbPoolingMode)
+        dims = {one.dim for one in options}
+        if mode is DynamicEmbPoolingMode.NONE and len(dims) > 1:
+            raise wrong_value(
+                "dim of the tables", sorted(map(str, dims)), "one dim for all with pooling NONE"
+            )
+        output_dtype = check_output_dtype(output_dtype)
+        args = _optimizer_args(optimizer_args)
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
+        tables = [
+            create_table(
+                one,
+                optimizer=Optimizer.from_emb_optim_type(optimizer, args),
+                name=name,
+                # Apart from each other: equal ids of two tables must not start equal.
+                seed=(seed + t * 0x9E3779B97F4A7C15) % 2**64,
+                device="cpu" if device is None else device,
+            )
+            for t, (one, name) in enumerate(zip(options, names, strict=True))
+        ]
+        super().__init__(tables, features, output_dtype=output_dtype, fused=not separate_step)
+        self.pooling_mode = mode
+
+    @property
+    def table_names(self) -> list[str]:
+        return [table.name for table in self.tables]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The first table's; all have the same kind and numbers."""
+        return self.tables[0].optimizer
+
+    @property
+    def pooled(self) -> bool:
+        return self.pooling_mode is not DynamicEmbPoolingMode.NONE
+
+    # ---- lookups ----
+
+    def plan(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> Plan:
+        ids = check_one_dimension("indices", check_ids("indices", ids))
+        count = len(ids)
+        offsets = check_offsets(offsets, count)
+        features = sum(self.features)
+        if (len(offsets) - 1) % features or len(offsets) == 1:
+            raise wrong_value(
+                "len(offsets)", len(offsets), f"a positive multiple of {features} features, plus 1"
+            )
+        batch_size = (len(offsets) - 1) // features
+        if weights is not None:
+            if not self.pooled:
+                raise wrong_value("per_sample_weights", "a tensor", "None with pooling NONE")
+            weights = check_weights(weights, count)
+        bounds = [0]
+        feature = 0
+        for n in self.features[:-1]:
+            feature += n
+            bounds.append(int(offsets[feature * batch_size]))
+        bounds.append(count)
+        pooling = Pooling(
+            self.pooling_mode, self.output_dtype, self.features, batch_size, offsets, weights
+        )
+        return Plan(ids, tuple(bounds), pooling, count)
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        feature_requires_grad: torch.Tensor | None = None,
+        batch_size_per_feature_per_rank: Any = None,
+        total_unique_indices: int | None = None,
+    ) -> torch.Tensor:
+        """Rows of ``indices``; bag b of feature f is ``offsets[f * B + b]`` to the next offset.
+
+        Returns [len(indices), dim] for NONE, else [B, sum of the features' dims].
+        ``per_sample_weights`` (one float per id) scale rows when pooling and take a gradient. After
+        :meth:`prefetch`, the oldest prefetched batch is used, which must be this one.
+        ``feature_requires_grad`` and ``total_unique_indices`` are accepted without effect.
+        """
+        _refuse_variable_batches(batch_size_per_feature_per_rank)
+        return self.lookup(indices, offsets, per_sample_weights)
+
+    def prefetch(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        forward_stream: Any = None,
+        batch_size_per_feature_per_rank: Any = None,
+        frequency_counters: torch.Tensor | None = None,
+    ) -> None:
+        """Do the table's part of a later training forward now: find, admit, insert, evict.
+
+        Batches are used by ``forward`` in the order of prefetching; their rows are not evicted by
+        batches that are prefetched after them. ``frequency_counters`` (int64, one per id): how many
+        occurrences each id stands for. Does nothing in evaluation.
+        """
+        _refuse_variable_batches(batch_size_per_feature_per_rank)
+        plan = self.plan(indices, offsets, None)
+        if not self.training:
+            return
+        counts = None
+        if frequency_counters is not None:
+            counts = self.tables[0].check_counts(frequency_counters.to(torch.int64), plan.count)
+        self._prefetched.append(self.find_or_insert(plan, counts))
+
+    # ---- scores ----
+
+    def set_score(self, named_score: Mapping[str, int]) -> None:
+        """``{table name: score}``; see :meth:`dynamicemb.table.Table.set_score`."""
+        tables = [(self._table(name), score) for name, score in named_score.items()]
+        for table, score in tables:
+            table.set_score(score)
+
+    def get_score(self) -> dict[str, int]:
+        """``{table name: score of the next training batch}``."""
+        return {table.name: table.get_score() for table in self.tables}
+
+    # ---- content ----
+
+    def export_keys_values(
+        self,
+        table_name: str,
+        device: torch.device | str = "cpu",
+        batch_size: int = BATCH_SIZE_PER_DUMP,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All ids int64 [n] and rows float32 [n, dim] of a table."""
+        return self._collect(self._table(table_name), None, device, batch_size, torch.float32)
+
+    def incremental_dump(
+        self, named_thresholds: Mapping[str, int], pg: Any = None
+    ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, int]]:
+        """Rows with a score of at least the table's threshold, and the next thresholds.
+
+        Returns ``{table: (ids [n], rows [n, dim])}`` and ``{table: score}``. With ``pg``, the rows
+        of all its ranks, in rank order.
+        """
+        chosen = [(self._table(name), value) for name, value in named_thresholds.items()]
+        rows = {
+            table.name: self._collect(table, threshold, "cpu", BATCH_SIZE_PER_DUMP, table.dtype)
+            for table, threshold in chosen
+        }
+        if pg is not None:
+            rows = _gather_rows(rows, pg)
+        return rows, {table.name: table.get_score() for table, _ in chosen}
+
+    def flush(self) -> None:
+        """Nothing to do: no store lies below these tables."""
+
+    def reset_cache_states(self) -> None:
+        """Nothing to do: these tables are no cache."""
+
+    def _table(self, name: str) -> Table:
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise wrong_value("table name", name, ", ".join(self.table_names))
+
+    @staticmethod
+    def _collect(
+        table: Table,
+        threshold: int | None,
+        device: torch.device | str,
+        batch_size: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = [torch.empty(0, dtype=torch.int64)]
+        rows = [torch.empty(0, table.dim, dtype=dtype)]
+        for part in table.export(batch_size=batch_size, score_threshold=threshold):
+            ids.append(part.ids)
+            rows.append(part.embeddings.to(dtype))
+        return torch.cat(ids).to(device), torch.cat(rows).to(device)
+
+    def extra_repr(self) -> str:
+        tables = ", ".join(f"{table.name}: {table.dim} x {len(table)}" for table in self.tables)
+        return f"{tables}, pooling={self.pooling_mode.name}"
+
+
+#: The later upstream name of the same module.
+BatchedDynamicEmbeddingTablesV2 = BatchedDynamicEmbeddingTables
+
+
+def _gather_rows(
+    rows: dict[str, tuple[torch.Tensor, torch.Tensor]], pg: Any
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size(pg)
+    dist.all_gather_object(everyone, rows, group=pg)
+    return {
+        name: (
+            torch.cat([rank[name][0] for rank in everyone]),
+            torch.cat([rank[name][1] for rank in everyone]),
+        )
+        for name in rows
+    }
+
+
+def _refuse_variable_batches(value: Any) -> None:
+    if value is not None:
+        raise wrong_value(
+            "batch_size_per_feature_per_rank", value, "None (all features have one batch size)"
+        )
+
+
+def _checked_options(table_options: Any) -> list[DynamicEmbTableOptions]:
+    if not isinstance(table_options, (list, tuple)) or not table_options:
+        raise wrong_type("table_options", table_options, "a list of DynamicEmbTableOptions")
+    for one in table_options:
+        if not isinstance(one, DynamicEmbTableOptions):
+            raise wrong_type("table_options", one, "a list of DynamicEmbTableOptions")
+    return list(table_options)
+
+
+def _checked_names(table_names: Any, count: int) -> list[str]:
+    if table_names is None:
+        return [f"t{t}" for t in range(count)]
+    names = list(table_names)
+    if len(names) != count:
+        raise wrong_value("len(table_names)", len(names), f"{count}, as many as table_options")
+    if len(set(names)) != count:
+        raise wrong_value("table_names", names, "different names")
+    return names
+
+
+def _features_per_table(feature_table_map: Any, count: int) -> list[int]:
+    if feature_table_map is None:
+        return [1] * count
+    tables = list(feature_table_map)
+    if tables != sorted(tables) or set(tables) != set(range(count)):
+        raise wrong_value(
+            "feature_table_map",
+            tables,
+            f"table numbers in ascending order, with every table of 0..{count - 1}",
+        )
+    return [tables.count(t) for t in range(count)]
+
+
+def _optimizer_args(given: dict[str, Any]) -> OptimizerArgs:
+    known = [field.name for field in fields(OptimizerArgs)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InvalidArgumentError(
+                f"unknown argument {name!r}{hint} Allowed: {', '.join(known)}"
+            )
+    return OptimizerArgs(**given)

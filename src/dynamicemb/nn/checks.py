@@ -1,0 +1,79 @@
+"""Checks of what a caller passes to a module."""
+
+from __future__ import annotations
+
+import torch
+
+from dynamicemb import _engine
+from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_ids(name: str, ids: object) -> torch.Tensor:
+    """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
+    if not isinstance(ids, torch.Tensor):
+        raise wrong_type(name, ids, "a tensor of integers")
+    if ids.dtype == torch.uint64:
+        return check_cpu(name, ids).contiguous().view(torch.int64)
+    if ids.dtype not in _INTEGERS:
+        raise wrong_type(f"{name}.dtype", ids.dtype, "an integer type, such as torch.int64")
+    return check_cpu(name, ids).to(torch.int64).contiguous()
+
+
+def check_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` if it is where the tables are."""
+    if tensor.device.type != "cpu":
+        raise InvalidArgumentError(
+            f"{name}.device is {str(tensor.device)!r}; allowed: 'cpu', where the tables are"
+        )
+    return tensor
+
+
+def check_one_dimension(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 1:
+        raise wrong_value(f"{name}.shape", tuple(tensor.shape), "one dimension")
+    return tensor
+
+
+def check_offsets(offsets: object, count: int) -> torch.Tensor:
+    """``offsets`` as contiguous int64: from 0 up to ``count``, never decreasing."""
+    if not isinstance(offsets, torch.Tensor) or offsets.dtype not in (torch.int64, torch.int32):
+        raise wrong_type(
+            "offsets", getattr(offsets, "dtype", offsets), "a tensor of int64 or int32"
+        )
+    check_one_dimension("offsets", offsets)
+    offsets = check_cpu("offsets", offsets).to(torch.int64).contiguous()
+    if len(offsets) == 0:
+        raise wrong_value("offsets", "empty", "at least one number")
+    if int(offsets[0]) != 0:
+        raise wrong_value("offsets[0]", int(offsets[0]), "0")
+    if int(offsets[-1]) != count:
+        raise wrong_value("offsets[-1]", int(offsets[-1]), f"{count}, the number of ids")
+    bad = _engine.first_decrease(offsets.data_ptr(), len(offsets))
+    if bad >= 0:
+        raise wrong_value(
+            f"offsets[{bad}]", int(offsets[bad]), f"at least offsets[{bad - 1}], which is "
+            f"{int(offsets[bad - 1])}"
+        )
+    return offsets
+
+
+def check_weights(weights: object, count: int) -> torch.Tensor:
+    """``weights`` as contiguous float32, one per id."""
+    if not isinstance(weights, torch.Tensor) or not weights.dtype.is_floating_point:
+        raise wrong_type(
+            "per_sample_weights", getattr(weights, "dtype", weights), "a tensor of floats"
+        )
+    check_cpu("per_sample_weights", weights)
+    if weights.shape != (count,):
+        raise wrong_value("per_sample_weights.shape", tuple(weights.shape), str((count,)))
+    return weights.detach().to(torch.float32).contiguous()
+
+
+def check_output_dtype(dtype: object) -> torch.dtype:
+    allowed = (torch.float32, torch.float16, torch.bfloat16)
+    if dtype not in allowed:
+        raise wrong_value("output_dtype", dtype, ", ".join(map(str, allowed)))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,332 @@
+"""What the modules share: tables, autograd, optimizer steps, saving."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynamicemb.errors import DynamicEmbError, UsageError, check_number
+from dynamicemb.nn.gradients import PendingGradients
+from dynamicemb.optimizers import Optimizer
+from dynamicemb.table import Lookup, Pooling, Table, create_group
+from dynamicemb.table.content import NAMES, optimizer_kind
+
+#: Lookups of compiled models that wait for their backward; older ones are given up.
+_MAX_WAITING = 64
+
+_keys = itertools.count()
+_modules: weakref.WeakValueDictionary[int, DynamicModule] = weakref.WeakValueDictionary()
+
+
+_owners: weakref.WeakValueDictionary[int, DynamicModule] = weakref.WeakValueDictionary()
+
+
+def owner_of(parameter: torch.Tensor) -> DynamicModule | None:
+    """The module whose handle ``parameter`` is."""
+    module = _owners.get(id(parameter))
+    return module if module is not None and module.handle is parameter else None
+
+
+def module_of(key: int) -> DynamicModule:
+    """The module that a compiled graph calls by number."""
+    module = _modules.get(key)
+    if module is None:
+        raise UsageError(f"the dynamic embedding module number {key} of this graph is gone")
+    return module
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked call: the ids to look up, and how they become the output.
+
+    ``keep``: where padding ids were left out, the places (int64) of the others among the ``count``
+    ids of the call.
+    """
+
+    ids: torch.Tensor
+    bounds: Sequence[int]
+    pooling: Pooling
+    count: int
+    keep: torch.Tensor | None = None
+
+
+class DynamicModule(nn.Module, ABC):
+    """Tables as a module.
+
+    Rows are updated in one of two ways. With a fused ``optimizer``, in backward. Without, by a
+    ``torch.optim`` optimizer that was given this module's parameters, or by :meth:`step`: then
+    gradients of several backwards add up until the step, and ``zero_grad`` forgets them.
+
+    The one parameter, ``handle``, is empty: it ties the rows to autograd and to an optimizer.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[int],
+        *,
+        output_dtype: torch.dtype,
+        fused: bool,
+    ) -> None:
+        super().__init__()
+        self.tables = list(tables)
+        self.features = tuple(features)
+        self.output_dtype = output_dtype
+        self.fused = fused
+        self.handle = nn.Parameter(torch.empty(0))
+        self._attach()
+
+    def _attach(self) -> None:
+        """Set up what belongs to this object and is not copied or pickled."""
+        self._group = create_group(self.tables)
+        self._prefetched: deque[Lookup] = deque()
+        self._waiting: OrderedDict[int, Lookup] = OrderedDict()
+        self._pending = PendingGradients(self._group, self.handle)
+        self._key = next(_keys)
+        _modules[self._key] = self
+        _owners[id(self.handle)] = self
+
+    # ---- lookups ----
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of a pooled output."""
+        return sum(n * table.dim for n, table in zip(self.features, self.tables, strict=True))
+
+    @property
+    @abstractmethod
+    def pooled(self) -> bool:
+        """Whether ids are summed to bags."""
+
+    @abstractmethod
+    def plan(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> Plan:
+        """Check the arguments of a call, or raise without any change."""
+
+    def lookup(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output for 1-D ids; with a graph where one is wanted."""
+        if torch.compiler.is_compiling():
+            out: torch.Tensor = torch.ops.dynamicemb.lookup(
+                self.handle, ids, offsets, weights, self._key, self.training
+            )[0]
+            return out
+        plan = self.plan(ids, offsets, weights)
+        if self.training and torch.is_grad_enabled():
+            rows: torch.Tensor = _RowLookup.apply(self.handle, weights, self, plan)
+            return rows
+        return self.compute(plan)[0]
+
+    def compute(self, plan: Plan) -> tuple[torch.Tensor, Lookup | None]:
+        """(output, lookup); no lookup outside training."""
+        pooling = plan.pooling
+        if pooling.pooled:
+            shape = (pooling.batch_size, self.output_columns)
+        else:
+            shape = (len(plan.ids), self.tables[0].dim)
+        out = torch.empty(shape, dtype=pooling.dtype)
+        found = None
+        if self.training:
+            found = self._next_lookup(plan)
+            self._group.read(found, pooling, out)
+        else:
+            self._group.evaluate(plan.ids, plan.bounds, pooling, out)
+        if plan.keep is not None and not pooling.pooled:
+            padded = torch.zeros(plan.count, shape[1], dtype=pooling.dtype)
+            out = padded.index_copy_(0, plan.keep, out)
+        return out, found
+
+    def _next_lookup(self, plan: Plan) -> Lookup:
+        if self._prefetched:
+            return self._prefetched.popleft()
+        return self.find_or_insert(plan)
+
+    def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
+        """One training batch on the tables; the rows of prefetched batches stay."""
+        for table in self.tables:
+            if not table.options.training:
+                raise UsageError(
+                    f"forward in training mode, but table {table.name!r} has training=False; call "
+                    "eval() first"
+                )
+        return self._group.find_or_insert(
+            plan.ids, plan.bounds, counts=counts, protect=tuple(self._prefetched)
+        )
+
+    def propagate(
+        self, plan: Plan, lookup: Lookup, gradient: torch.Tensor, *, weights: bool
+    ) -> torch.Tensor | None:
+        """Take the gradient of an output; returns that of the weights if it is wanted."""
+        pooling = plan.pooling
+        gradient = gradient.to(pooling.dtype)
+        if plan.keep is not None and not pooling.pooled:
+            gradient = gradient.index_select(0, plan.keep)
+        gradient = gradient.contiguous()
+        weight_gradient = None
+        if weights:
+            weight_gradient = self._group.weight_gradient(lookup, pooling, gradient)
+            if plan.keep is not None:
+                weight_gradient = torch.zeros(plan.count).index_copy_(0, plan.keep, weight_gradient)
+        if self.fused:
+            self._group.update(lookup, pooling, gradient)
+        else:
+            self._pending.add(lookup, pooling, gradient)
+        return weight_gradient
+
+    # ---- compiled models keep a number instead of a lookup ----
+
+    def park(self, lookup: Lookup) -> int:
+        number = next(_keys)
+        self._waiting[number] = lookup
+        while len(self._waiting) > _MAX_WAITING:  # forwards without a backward
+            self._waiting.popitem(last=False)
+        return number
+
+    def unpark(self, number: int) -> Lookup:
+        lookup = self._waiting.pop(number, None)
+        if lookup is None:
+            raise UsageError(
+                "backward of a lookup that is not known any more: it ran before, or more than "
+                f"{_MAX_WAITING} forwards came between"
+            )
+        return lookup
+
+    # ---- optimizer ----
+
+    def step(self) -> None:
+        """Update the rows once with the gradients of all backwards since the last step or
+        ``zero_grad``; for modules that are neither fused nor given to a ``torch.optim`` class."""
+        if self.fused:
+            raise UsageError("step() on a module whose optimizer is fused: backward updates rows")
+        self._pending.apply()
+        self.handle.grad = None
+        self._pending.clear()
+
+    def apply_torch_optimizer(self, optimizer: Optimizer) -> None:
+        """One step of a ``torch.optim`` optimizer on the rows that have gradients."""
+        if not self._pending:
+            return
+        for table in self.tables:
+            table.set_optimizer(optimizer)
+        self._pending.apply()
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The learning rate of the fused optimizer (or of :meth:`step`) from the next update on."""
+        lr = check_number("lr", lr, minimum=0.0)
+        for table in self.tables:
+            table.optimizer.set_learning_rate(lr)
+
+    # ---- saving ----
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for table in self.tables:
+            for name, tensor in table.state_dict().items():
+                destination[f"{prefix}{table.name}.{name}"] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = dict(state_dict)
+        contents = {}
+        for table in self.tables:
+            keys = {name: f"{prefix}{table.name}.{name}" for name in NAMES}
+            absent = [key for key in keys.values() if key not in rest]
+            if absent:
+                missing_keys.extend(absent)
+                continue
+            contents[table.name] = {name: rest.pop(key) for name, key in keys.items()}
+        super()._load_from_state_dict(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for table in self.tables:
+            if table.name in contents:
+                self._load_table(table, contents[table.name], error_msgs)
+        self._pending.clear()
+
+    def _load_table(
+        self, table: Table, content: Mapping[str, torch.Tensor], error_msgs: list[str]
+    ) -> None:
+        try:
+            kind = optimizer_kind(content)
+            if not self.fused and kind is not table.optimizer.kind:
+                # The torch.optim class is not known before its first step: follow the content.
+                table.set_optimizer(Optimizer(kind, type(table.optimizer.args)()))
+            lost = table.load_state_dict(content)
+        except DynamicEmbError as error:
+            error_msgs.append(f"table {table.name!r}: {error}")
+            return
+        if lost:
+            warnings.warn(
+                f"{lost} rows of table {table.name!r} did not fit its {table.capacity} slots",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the rows, not lookups and gradients in flight."""
+        state = self.__dict__.copy()
+        for name in ("_group", "_prefetched", "_waiting", "_pending", "_key"):
+            state.pop(name, None)
+        # A handle of its own: this one's hooks belong to this object.
+        fresh = nn.Parameter(torch.empty(0), requires_grad=self.handle.requires_grad)
+        state["_parameters"] = {**state["_parameters"], "handle": fresh}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach()
+
+
+class _RowLookup(torch.autograd.Function):
+    """Rows out, gradients in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        handle: torch.Tensor,
+        weights: torch.Tensor | None,
+        module: DynamicModule,
+        plan: Plan,
+    ) -> torch.Tensor:
+        out, found = module.compute(plan)
+        ctx.module, ctx.plan, ctx.row_lookup = module, plan, found
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found, ctx.row_lookup = ctx.row_lookup, None
+        if found is None:
+            raise UsageError(
+                "backward through a dynamic embedding a second time: its rows were updated by the "
+                "first"
+            )
+        module: DynamicModule = ctx.module
+        weights = ctx.needs_input_grad[1]
+        weight_gradient = module.propagate(ctx.plan, found, gradient, weights=weights)
+        handle_gradient = None if module.fused else torch.zeros(0)
+        return handle_gradient, weight_gradient, None, None

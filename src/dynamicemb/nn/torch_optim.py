@@ -1,0 +1,145 @@
+"""``torch.optim`` optimizers update dynamic rows: hooks around every optimizer's step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from dynamicemb.errors import InvalidArgumentError, UsageError
+from dynamicemb.nn.module import DynamicModule, owner_of
+from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
+
+_L2, _DECOUPLED = 1, 2
+
+
+def _refuse(group: dict[str, Any], name: str) -> None:
+    if group.get(name):
+        raise InvalidArgumentError(
+            f"{name} is {group[name]!r}; allowed for dynamic rows: {name} not set"
+        )
+
+
+def _shared(group: dict[str, Any]) -> dict[str, Any]:
+    _refuse(group, "differentiable")
+    return {
+        "learning_rate": float(group["lr"]),
+        "maximize": bool(group.get("maximize", False)),
+        "weight_decay": float(group.get("weight_decay", 0.0)),
+    }
+
+
+def _sgd(group: dict[str, Any]) -> Optimizer:
+    numbers = _shared(group)
+    if group["momentum"] == 0:
+        return Optimizer(OptimizerKind.SGD, OptimizerArgs(**numbers))
+    numbers.update(
+        momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"]
+    )
+    return Optimizer(OptimizerKind.MOMENTUM, OptimizerArgs(**numbers))
+
+
+def _adam(group: dict[str, Any]) -> Optimizer:
+    _refuse(group, "amsgrad")
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    decoupled = group.get("decoupled_weight_decay", False)
+    args = OptimizerArgs(
+        **_shared(group),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay_mode=_DECOUPLED if decoupled else _L2,
+    )
+    return Optimizer(OptimizerKind.ADAM, args)
+
+
+def _adamw(group: dict[str, Any]) -> Optimizer:
+    return _adam({**group, "decoupled_weight_decay": True})
+
+
+def _adagrad(group: dict[str, Any]) -> Optimizer:
+    args = OptimizerArgs(
+        **_shared(group),
+        eps=group["eps"],
+        lr_decay=group["lr_decay"],
+        initial_accumulator_value=group["initial_accumulator_value"],
+    )
+    return Optimizer(OptimizerKind.ADAGRAD, args)
+
+
+_TRANSLATIONS: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], Optimizer]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.SparseAdam: _adam,
+    torch.optim.AdamW: _adamw,
+    torch.optim.Adagrad: _adagrad,
+}
+
+
+def translate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Optimizer:
+    """Our optimizer for a param group of ``optimizer``; a class we have none for is an error."""
+    translation = _TRANSLATIONS.get(type(optimizer))
+    if translation is None:
+        known = ", ".join(one.__name__ for one in _TRANSLATIONS)
+        raise UsageError(
+            f"torch.optim class {type(optimizer).__name__} cannot update the rows of a dynamic "
+            f"embedding; allowed: {known}, or a fused optimizer (optimizer=EmbOptimType...)"
+        )
+    return translation(group)
+
+
+def _rows_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Any, DynamicModule]]:
+    """(param group, handle, module) of every dynamic module that ``optimizer`` should update."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            module = owner_of(parameter)
+            if module is not None and not module.fused:
+                found.append((group, parameter, module))
+    return found
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+
+
+_hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    rows = _rows_of(optimizer)
+    steps = [(module, translate(optimizer, group)) for group, _, module in rows]
+    if _has_closure(args, kwargs):  # its backward comes inside the step
+        return
+    for module, step in steps:
+        module.apply_torch_optimizer(step)
+    # The handle is not a weight: the optimizer must not see that it has a gradient.
+    hidden = [(handle, handle.grad) for _, handle, _ in rows if handle.grad is not None]
+    for handle, _ in hidden:
+        handle.grad = None
+    if hidden:
+        _hidden[optimizer] = hidden
+
+
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    for handle, gradient in _hidden.pop(optimizer, []):
+        handle.grad = gradient
+    if _has_closure(args, kwargs):
+        for group, _, module in _rows_of(optimizer):
+            module.apply_torch_optimizer(translate(optimizer, group))
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,35 @@
+"""Tables: scored hash tables whose rows are trained.
+
+``create_table`` makes one table; a :class:`TableGroup` looks up and updates several at once.
+"""
+
+from dynamicemb.table.base import (
+    Found,
+    Inserted,
+    Lookup,
+    Pooling,
+    Rows,
+    SummedGradients,
+    Table,
+    TableGroup,
+    TableStats,
+    Written,
+    timestamp_clock,
+)
+from dynamicemb.table.create import create_group, create_table
+
+__all__ = [
+    "Found",
+    "Inserted",
+    "Lookup",
+    "Pooling",
+    "Rows",
+    "SummedGradients",
+    "Table",
+    "TableGroup",
+    "TableStats",
+    "Written",
+    "create_group",
+    "create_table",
+    "timestamp_clock",
+]

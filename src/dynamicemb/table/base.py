@@ -1,0 +1,569 @@
+"""What every table is, whatever device its rows are on."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dynamicemb.errors import (
+    InsertionError,
+    InvalidArgumentError,
+    UsageError,
+    check_integer,
+    wrong_type,
+    wrong_value,
+)
+from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
+from dynamicemb.options import (
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbCheckMode,
+    DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    align_to_table_size,
+    complete_initializer_args,
+    warning_for_cstm_score,
+)
+
+#: Slots of one table at most.
+MAX_SLOTS = 2**31
+
+_clock_lock = threading.Lock()
+_last_reading = 0
+
+
+def timestamp_clock() -> int:
+    """Nanoseconds since the epoch, never the same and never less than before in this process."""
+    global _last_reading
+    with _clock_lock:
+        _last_reading = max(_last_reading + 1, time.time_ns())
+        return _last_reading
+
+
+@dataclass
+class Rows:
+    """Whole rows: ids [n] int64, embeddings [n, dim], state [n, state_dim] float32, and scores:
+    int64 tensors that hold 64 unsigned bits, [n], or [n, 2] (timestamp, count) for the pair
+    strategy."""
+
+    ids: torch.Tensor
+    embeddings: torch.Tensor
+    state: torch.Tensor
+    scores: torch.Tensor
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[0])
+
+
+@dataclass
+class Found:
+    """What :meth:`Table.find` saw; where ``found`` is False, embeddings hold the constant of
+    ``eval_initializer_args``, state and scores 0."""
+
+    found: torch.Tensor
+    embeddings: torch.Tensor
+    state: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass
+class Inserted:
+    """Rows in the order of the ids, their slots (-1: could not be inserted, reads 0.0; -2: not
+    admitted), and the evicted rows if they were asked for."""
+
+    embeddings: torch.Tensor
+    slots: torch.Tensor
+    evicted: Rows | None
+
+
+@dataclass
+class Written:
+    """Which ids are stored now, and the evicted rows if they were asked for."""
+
+    written: torch.Tensor
+    evicted: Rows | None
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """Counts since the table was made (or ``reset_stats``), and its size now.
+
+    hits, misses: distinct ids of training batches that were or were not there.
+    inserts, evictions: rows that came and went.
+    failures: ids that found no slot. rejections: ids that were not admitted.
+    dropped_gradients: gradients of rows that were gone when backward came.
+    bytes: memory in use.
+    """
+
+    hits: int
+    misses: int
+    inserts: int
+    evictions: int
+    failures: int
+    rejections: int
+    dropped_gradients: int
+    size: int
+    capacity: int
+    load_factor: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the ids of a call become output rows.
+
+    mode NONE: output [n, dim], row i for id i. SUM, MEAN: output [batch_size, sum of the features'
+    dims]; ``offsets`` (int64, features * batch_size + 1, feature-major) bounds the bags.
+    ``features`` says how many features each table has. ``weights`` (float32, [n]) scale the rows.
+    ``dtype`` is the output's and its gradient's.
+    """
+
+    mode: DynamicEmbPoolingMode
+    dtype: torch.dtype
+    features: tuple[int, ...]
+    batch_size: int = 0
+    offsets: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+    @property
+    def pooled(self) -> bool:
+        return self.mode is not DynamicEmbPoolingMode.NONE
+
+
+#: Per table: distinct ids int64 [n] and their summed gradients float32 [n, dim].
+SummedGradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Lookup(ABC):
+    """The ids of one training step and where their rows are; made by a :class:`TableGroup`.
+
+    It holds no pin: rows may move or be evicted before the update, which then finds them again or
+    drops the gradient and counts it.
+    """
+
+
+class Table(ABC):
+    """A scored hash table of trainable rows. Its batch semantics are in docs/design.md.
+
+    Ids are any 64-bit integers (int64 or uint64 tensors, 1-D, on the table's device). No result
+    depends on the number of threads (``torch.get_num_threads()`` are used). Calls from several
+    Python threads are safe; writers exclude each other.
+    """
+
+    def __init__(
+        self,
+        options: DynamicEmbTableOptions,
+        *,
+        optimizer: Optimizer | None,
+        name: str,
+        seed: int | None,
+        clock: Callable[[], int] | None,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise wrong_value("name", name, "a string that is not empty")
+        options.validate()
+        for field in ("dim", "max_capacity"):
+            if getattr(options, field) is None:
+                raise InvalidArgumentError(
+                    f"{field} of table {name!r} is None; allowed: a positive integer"
+                )
+        if options.external_storage is not None:
+            raise InvalidArgumentError(
+                "external_storage is set; allowed: None (this version has no store below a table)"
+            )
+        self.name = name
+        self.options = replace(
+            options, initializer_args=complete_initializer_args(options.initializer_args)
+        )
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self.seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1) % 2**64
+        self._clock = timestamp_clock if clock is None else clock
+        self._optimizer = self._checked_optimizer(optimizer)
+        self._step = 1
+        self._custom_score: int | None = None
+        self.iteration = 0  # optimizer updates so far
+
+    # ---- what a table is ----
+
+    @property
+    def dim(self) -> int:
+        assert self.options.dim is not None
+        return self.options.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.options.embedding_dtype or torch.float32
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates rows, and so the layout of their state."""
+        return self._optimizer
+
+    @property
+    def state_dim(self) -> int:
+        return self._optimizer.state_dim(self.dim)
+
+    @property
+    def score_words(self) -> int:
+        return 2 if isinstance(self.options.score_strategy, tuple) else 1
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Slots now; grows up to ``max_capacity`` rounded up to whole buckets."""
+
+    @property
+    @abstractmethod
+    def bucket_capacity(self) -> int:
+        """Slots of a bucket."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Rows stored."""
+
+    def __len__(self) -> int:
+        return self.size()
+
+    @property
+    def load_factor(self) -> float:
+        return self.size() / self.capacity
+
+    # ---- reading ----
+
+    @abstractmethod
+    def find(self, ids: torch.Tensor) -> Found:
+        """The rows of ``ids``. Changes nothing: no score, no counter, no insertion."""
+
+    @abstractmethod
+    def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: the slot of each id, -1 where it is missing. Changes nothing."""
+
+    def contains(self, ids: torch.Tensor) -> torch.Tensor:
+        """bool [n]: which ids are stored."""
+        return self.find_slots(ids) >= 0
+
+    @abstractmethod
+    def export(
+        self, *, batch_size: int = 65536, score_threshold: int | None = None
+    ) -> Iterator[Rows]:
+        """The rows in slot order, at most ``batch_size`` at a time, none skipped or doubled while
+        the table is left alone. ``score_threshold``: only rows with a score (the timestamp of a
+        pair) of at least this much, compared as unsigned 64-bit numbers."""
+
+    @abstractmethod
+    def stats(self) -> TableStats: ...
+
+    @abstractmethod
+    def reset_stats(self) -> None:
+        """Start the counts of :meth:`stats` again from 0."""
+
+    # ---- writing ----
+
+    @abstractmethod
+    def find_or_insert(
+        self,
+        ids: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+        return_evicted: bool = False,
+    ) -> Inserted:
+        """One training batch: find, score, admit, insert or evict, initialise.
+
+        ``counts`` (int64, [n], at least 1): how many occurrences each id stands for. Ids that could
+        not be inserted obey ``safe_check_mode``.
+        """
+
+    @abstractmethod
+    def insert(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+        return_evicted: bool = False,
+    ) -> Written:
+        """Store given rows, overwriting those that exist; of equal ids the last one counts.
+
+        ``state`` None: new rows start from the optimizer's initial state, existing ones keep
+        theirs. ``scores`` None: as in a training batch. Asks no admission strategy. Ids that could
+        not be inserted are False in ``written`` and obey ``safe_check_mode``.
+        """
+
+    @abstractmethod
+    def assign(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Overwrite the rows that exist; bool [n] says which. ``state`` and ``scores`` None: as
+        they were."""
+
+    @abstractmethod
+    def erase(self, ids: torch.Tensor) -> torch.Tensor:
+        """Remove rows; bool [n], True at the first occurrence of an id that was there."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove every row and give the memory back. Counters of :meth:`stats` stay."""
+
+    @abstractmethod
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Use another optimizer. Embeddings and scores stay; if the kind changes, state starts
+        again from its initial value."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole table as tensors that share no memory with it: ``ids``, ``embeddings``,
+        ``state``, ``scores``, ``counter_ids``, ``counter_counts`` and ``meta`` (numbers)."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
+        """Replace the content by that of :meth:`state_dict`; returns how many rows did not fit.
+
+        Everything is checked before the first row changes. State of another kind of optimizer is
+        refused.
+        """
+
+    # ---- scores ----
+
+    def get_score(self) -> int:
+        """The score the next training batch will write (the clock's reading for TIMESTAMP and the
+        pair, 1 for LFU, 0 for NO_EVICTION and for CUSTOMIZED before ``set_score``)."""
+        strategy = self.options.score_strategy
+        if isinstance(strategy, tuple) or strategy is DynamicEmbScoreStrategy.TIMESTAMP:
+            return self._clock()
+        if strategy is DynamicEmbScoreStrategy.STEP:
+            return self._step
+        if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
+            return self._custom_score or 0
+        return 1 if strategy is DynamicEmbScoreStrategy.LFU else 0
+
+    def set_score(self, score: int) -> None:
+        """The score of the training batches from now on; only with CUSTOMIZED.
+
+        A score below the one before warns, unless DYNAMICEMB_CSTM_SCORE_CHECK=0.
+        """
+        if self.options.score_strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
+            raise UsageError(
+                f"set_score on table {self.name!r}, whose score_strategy is "
+                f"{self.options.score_strategy!r}; allowed: only with CUSTOMIZED"
+            )
+        score = check_integer("score", score, minimum=1, maximum=2**64 - 1)
+        before = self._custom_score or 0
+        if score < before and warning_for_cstm_score():
+            warnings.warn(
+                f"score of table {self.name!r} goes down from {before} to {score}: "
+                "rows touched from now on are evicted first",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._custom_score = score
+
+    def batch_score(self) -> tuple[int, int]:
+        """(score, timestamp) for the batch that is about to be written."""
+        strategy = self.options.score_strategy
+        if isinstance(strategy, tuple):
+            return 0, self._clock()
+        if strategy is DynamicEmbScoreStrategy.TIMESTAMP:
+            return self._clock(), 0
+        if strategy is DynamicEmbScoreStrategy.STEP:
+            return self._step, 0
+        if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
+            if self._custom_score is None:
+                raise UsageError(
+                    f"table {self.name!r} has score_strategy CUSTOMIZED and no score yet: call "
+                    "set_score before training"
+                )
+            return self._custom_score, 0
+        return 0, 0
+
+    def advance_step(self) -> None:
+        """A training batch is done: STEP counts it."""
+        self._step += 1
+        if self._step == 2**64:
+            warnings.warn(f"the step of table {self.name!r} starts again from 0", stacklevel=2)
+            self._step = 0
+
+    @property
+    def step(self) -> int:
+        """The STEP score of the next training batch."""
+        return self._step
+
+    def restore_scores(self, *, step: int, custom_score: int | None) -> None:
+        """Continue the score of a saved table."""
+        self._step = check_integer("step", step, minimum=0, maximum=2**64 - 1)
+        self._custom_score = custom_score
+
+    @property
+    def custom_score(self) -> int | None:
+        """What ``set_score`` was given last."""
+        return self._custom_score
+
+    # ---- shared by the implementations ----
+
+    def check_failures(self, failures: int, batch: int) -> None:
+        """Obey ``safe_check_mode`` after a batch in which ``failures`` ids found no slot."""
+        mode = self.options.safe_check_mode
+        if failures == 0 or mode is DynamicEmbCheckMode.IGNORE:
+            return
+        message = (
+            f"table {self.name!r} could not insert {failures} distinct ids of a batch of {batch}: "
+            "every slot of their buckets is in use by this batch or may not be evicted; they read "
+            "0.0. Raise max_capacity"
+        )
+        if mode is DynamicEmbCheckMode.ERROR:
+            raise InsertionError(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+    def check_ids(self, name: str, ids: object) -> torch.Tensor:
+        """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
+        if not isinstance(ids, torch.Tensor):
+            raise wrong_type(name, ids, "a tensor of int64 or uint64")
+        if ids.dtype not in (torch.int64, torch.uint64):
+            raise wrong_type(f"{name}.dtype", ids.dtype, "torch.int64 or torch.uint64")
+        if ids.dim() != 1:
+            raise wrong_value(f"{name}.shape", tuple(ids.shape), "one dimension")
+        self.check_device(name, ids)
+        return ids.contiguous().view(torch.int64)
+
+    def check_device(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self.device.type:
+            raise InvalidArgumentError(
+                f"{name}.device is {str(tensor.device)!r}; allowed: {str(self.device)!r}, where "
+                f"table {self.name!r} is"
+            )
+
+    def check_rows(
+        self, name: str, rows: object, count: int, columns: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """``rows`` as a contiguous [count, columns] tensor of ``dtype``."""
+        if not isinstance(rows, torch.Tensor):
+            raise wrong_type(name, rows, f"a tensor of {dtype}")
+        if rows.dtype != dtype:
+            raise wrong_type(f"{name}.dtype", rows.dtype, str(dtype))
+        if rows.shape != (count, columns):
+            raise wrong_value(f"{name}.shape", tuple(rows.shape), str((count, columns)))
+        self.check_device(name, rows)
+        return rows.detach().contiguous()
+
+    def check_counts(self, counts: object, count: int) -> torch.Tensor:
+        """``counts`` as a contiguous int64 tensor of positive numbers."""
+        if not isinstance(counts, torch.Tensor) or counts.dtype != torch.int64:
+            raise wrong_type("counts", getattr(counts, "dtype", counts), "a tensor of int64")
+        if counts.shape != (count,):
+            raise wrong_value("counts.shape", tuple(counts.shape), str((count,)))
+        self.check_device("counts", counts)
+        if count and int(counts.min()) < 1:
+            raise wrong_value("counts", int(counts.min()), "at least 1")
+        return counts.contiguous()
+
+    def check_scores(self, scores: object, count: int) -> torch.Tensor:
+        """``scores`` as a contiguous int64 tensor (uint64 by its bits)."""
+        if not isinstance(scores, torch.Tensor) or scores.dtype not in (torch.int64, torch.uint64):
+            raise wrong_type(
+                "scores", getattr(scores, "dtype", scores), "a tensor of int64 or uint64"
+            )
+        shape = (count,) if self.score_words == 1 else (count, 2)
+        if scores.shape != shape:
+            raise wrong_value("scores.shape", tuple(scores.shape), str(shape))
+        self.check_device("scores", scores)
+        return scores.contiguous().view(torch.int64)
+
+    @staticmethod
+    def bucket_layout_of(options: DynamicEmbTableOptions) -> tuple[int, int, int]:
+        """(width, buckets at the start, buckets at most) of ``options``."""
+        assert options.max_capacity is not None
+        if options.bucket_capacity == MAX_BUCKET_CAPACITY:
+            width, maximum = align_to_table_size(options.max_capacity), 1
+        else:
+            width = options.bucket_capacity
+            maximum = -(-options.max_capacity // width)
+        if width * maximum > MAX_SLOTS:
+            raise wrong_value(
+                "max_capacity", options.max_capacity, f"at most {MAX_SLOTS} slots per table"
+            )
+        wanted = maximum
+        if options.init_capacity is not None:
+            wanted = -(-options.init_capacity // width)
+        # Doubling from the start must arrive at the maximum: halve it as long as that is enough.
+        start = maximum
+        while start > 1 and -(-start // 2) >= wanted:
+            start = -(-start // 2)
+        return width, start, maximum
+
+    def _checked_optimizer(self, optimizer: Optimizer | None) -> Optimizer:
+        if optimizer is None or not self.options.training:
+            return Optimizer(OptimizerKind.SGD, OptimizerArgs())
+        if not isinstance(optimizer, Optimizer):
+            raise wrong_type("optimizer", optimizer, "None or an Optimizer")
+        optimizer.validate()
+        return optimizer
+
+
+class TableGroup(ABC):
+    """Tables of one device, looked up and updated in one call over all of them.
+
+    ``bounds`` has one entry more than there are tables: the ids [bounds[t], bounds[t + 1]) are
+    table t's.
+    """
+
+    tables: Sequence[Table]
+
+    @abstractmethod
+    def evaluate(
+        self, ids: torch.Tensor, bounds: Sequence[int], pooling: Pooling, out: torch.Tensor
+    ) -> None:
+        """Write the output of a lookup that changes nothing."""
+
+    @abstractmethod
+    def find_or_insert(
+        self,
+        ids: torch.Tensor,
+        bounds: Sequence[int],
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+    ) -> Lookup:
+        """One training batch on every table. The rows of ``protect`` are not evicted by it."""
+
+    @abstractmethod
+    def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
+        """Write the output of a training lookup from the rows as they are now."""
+
+    @abstractmethod
+    def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
+        """Sum the gradient per distinct id and update every row once with its table's optimizer;
+        adds 1 to every table's ``iteration``."""
+
+    @abstractmethod
+    def weight_gradient(
+        self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [n]: the gradient of ``pooling.weights``, from the rows as they are now."""
+
+    @abstractmethod
+    def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
+        """The gradients summed per distinct id; rows that are not stored are left out."""
+
+    @abstractmethod
+    def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
+        """The sum of several, one entry per id."""
+
+    @abstractmethod
+    def update_summed(self, gradients: SummedGradients) -> None:
+        """:meth:`update` from gradients that were summed before."""

@@ -1,0 +1,125 @@
+"""A table's content as tensors, for ``state_dict`` and pickling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from dynamicemb.admission import ProbabilityAdmissionStrategy
+from dynamicemb.errors import InvalidArgumentError
+from dynamicemb.optimizers import OptimizerKind
+
+if TYPE_CHECKING:
+    from dynamicemb.table.cpu import CpuTable
+
+FORMAT = 1
+#: The tensors of a table's content.
+NAMES = ("ids", "embeddings", "state", "scores", "counter_ids", "counter_counts", "meta")
+# The numbers of "meta", in order.
+_META = (
+    "format",
+    "optimizer",
+    "step",
+    "has_custom_score",
+    "custom_score",
+    "iteration",
+    "next_row_number",
+    "admission_calls",
+    "seed",
+)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def save(table: CpuTable) -> dict[str, torch.Tensor]:
+    """See :meth:`Table.state_dict`."""
+    batches = list(table.export())
+    empty = table.empty_rows(0)
+    strategy = table.admit_strategy
+    numbers = {
+        "format": FORMAT,
+        "optimizer": int(table.optimizer.kind),
+        "step": table.step,
+        "has_custom_score": int(table.custom_score is not None),
+        "custom_score": table.custom_score or 0,
+        "iteration": table.iteration,
+        "next_row_number": table.engine.next_row_number,
+        "admission_calls": (
+            strategy.calls if isinstance(strategy, ProbabilityAdmissionStrategy) else 0
+        ),
+        "seed": table.seed,
+    }
+    counter_ids = counter_counts = torch.empty(0, dtype=torch.int64)
+    if table.counter is not None:
+        counter_ids, counter_counts = table.counter.export()
+    return {
+        "ids": torch.cat([empty.ids, *(rows.ids for rows in batches)]),
+        "embeddings": torch.cat([empty.embeddings, *(rows.embeddings for rows in batches)]),
+        "state": torch.cat([empty.state, *(rows.state for rows in batches)]),
+        "scores": torch.cat([empty.scores, *(rows.scores for rows in batches)]),
+        "counter_ids": counter_ids,
+        "counter_counts": counter_counts.clone(),
+        "meta": torch.tensor([_signed(numbers[name]) for name in _META], dtype=torch.int64),
+    }
+
+
+def optimizer_kind(state: Mapping[str, torch.Tensor]) -> OptimizerKind:
+    """The optimizer whose state the content holds."""
+    return OptimizerKind(_numbers(state)["optimizer"])
+
+
+def load(table: CpuTable, state: Mapping[str, torch.Tensor]) -> int:
+    """See :meth:`Table.load_state_dict`."""
+    numbers = _numbers(state)
+    kind = OptimizerKind(numbers["optimizer"])
+    if kind is not table.optimizer.kind:
+        raise InvalidArgumentError(
+            f"the content of table {table.name!r} has the state of {kind.name}; allowed: "
+            f"{table.optimizer.kind.name}, the table's optimizer"
+        )
+    ids = table.check_ids("ids", state["ids"])
+    count = len(ids)
+    embeddings = table.check_rows("embeddings", state["embeddings"], count, table.dim, table.dtype)
+    rows = table.check_rows("state", state["state"], count, table.state_dim, torch.float32)
+    scores = table.check_scores(state["scores"], count)
+    counter_ids = table.check_ids("counter_ids", state["counter_ids"])
+    counts = state["counter_counts"]
+    if len(counter_ids):
+        counts = table.check_counts(counts, len(counter_ids))
+
+    table.clear()
+    before = table.stats()
+    step = 65536
+    for begin in range(0, count, step):
+        part = slice(begin, begin + step)
+        table.write_rows(ids[part], embeddings[part], rows[part], scores[part])
+    after = table.stats()
+    table.restore_scores(
+        step=numbers["step"],
+        custom_score=numbers["custom_score"] if numbers["has_custom_score"] else None,
+    )
+    table.iteration = numbers["iteration"]
+    table.engine.next_row_number = numbers["next_row_number"]
+    table.set_seed(numbers["seed"])
+    if isinstance(table.admit_strategy, ProbabilityAdmissionStrategy):
+        table.admit_strategy.calls = numbers["admission_calls"]
+    if table.counter is not None:
+        table.counter.restore(counter_ids, counts)
+    lost = after.evictions - before.evictions + after.failures - before.failures
+    return lost
+
+
+def _numbers(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    missing = [name for name in NAMES if name not in state]
+    if missing:
+        raise InvalidArgumentError(f"the content has no {', '.join(missing)}; needed: {NAMES}")
+    meta = state["meta"]
+    if meta.dtype != torch.int64 or meta.shape != (len(_META),) or int(meta[0]) != FORMAT:
+        raise InvalidArgumentError(
+            f"meta is {meta!r}; allowed: {len(_META)} int64 numbers of format {FORMAT}"
+        )
+    return {name: int(value) % 2**64 for name, value in zip(_META, meta.tolist(), strict=True)}

@@ -1,0 +1,646 @@
+"""Tables in main memory, on the C++ engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamicemb import _engine
+from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer, wrong_type, wrong_value
+from dynamicemb.optimizers import Optimizer, OptimizerKind
+from dynamicemb.options import (
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbPoolingMode,
+    DynamicEmbTableOptions,
+    complete_initializer_args,
+)
+from dynamicemb.table import content
+from dynamicemb.table.base import (
+    Found,
+    Inserted,
+    Lookup,
+    Pooling,
+    Rows,
+    SummedGradients,
+    Table,
+    TableGroup,
+    TableStats,
+    Written,
+)
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_MODES = {
+    DynamicEmbInitializerMode.CONSTANT: 0,
+    DynamicEmbInitializerMode.UNIFORM: 1,
+    DynamicEmbInitializerMode.NORMAL: 2,
+    DynamicEmbInitializerMode.TRUNCATED_NORMAL: 3,
+    DynamicEmbInitializerMode.DEBUG: 4,
+}
+_PAIR_STRATEGY = 5
+_LFU_STRATEGY = 3
+_TRAIN, _INSERT, _ASSIGN, _LOCATE = range(4)  # the engine's BatchMode
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _engine_initializer(args: DynamicEmbInitializerArgs, seed: int) -> _engine.Initializer:
+    args = complete_initializer_args(args)
+    cdf = (0.0, 1.0)
+    if args.mode is DynamicEmbInitializerMode.TRUNCATED_NORMAL:
+        assert args.lower is not None
+        assert args.upper is not None
+        scale = args.std_dev * math.sqrt(2.0)
+        low, high = (0.5 * math.erfc(-(x - args.mean) / scale) for x in (args.lower, args.upper))
+        cdf = (low, high)
+    return _engine.Initializer(
+        mode=_MODES[args.mode],
+        value=args.value,
+        lower=0.0 if args.lower is None else args.lower,
+        upper=1.0 if args.upper is None else args.upper,
+        mean=args.mean,
+        std_dev=args.std_dev,
+        cdf_lower=cdf[0],
+        cdf_upper=cdf[1],
+        seed=seed,
+    )
+
+
+def _state_layout(optimizer: Optimizer, dim: int) -> tuple[int, bool, list[float]]:
+    """(columns in the row, whether a scalar goes with it, initial values)."""
+    scalar = optimizer.kind in (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.PARTIAL_ROWWISE_ADAM)
+    initial = optimizer.initial_state(dim).tolist()
+    return len(initial) - scalar, scalar, initial
+
+
+class _Counter:
+    """Occurrences of ids that have no row. They outlive the row: an id that was admitted and
+    evicted is admitted again at once. When a bucket is full, its smallest count goes."""
+
+    def __init__(self, capacity: int, bucket_capacity: int) -> None:
+        options = DynamicEmbTableOptions(
+            dim=1, max_capacity=capacity, bucket_capacity=bucket_capacity
+        )
+        width, _, buckets = Table.bucket_layout_of(options)
+        self.table = _engine.Table(
+            dim=0,
+            type=0,
+            init_buckets=buckets,
+            max_buckets=buckets,
+            width=width,
+            max_load_factor=0.0,
+            strategy=_LFU_STRATEGY,
+            initializer=_engine_initializer(DynamicEmbInitializerArgs(), 0),
+            missing_value=0.0,
+            state_columns=0,
+            state_scalar=False,
+            initial_state=[],
+        )
+
+    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The counts after adding; an id that found no place has just this batch's."""
+        batch = _engine.Batch(self.table, _TRAIN, ids.data_ptr(), len(ids), counts.data_ptr())
+        _engine.run_batches([batch], [(0, 0)], _threads())
+        found = torch.empty(len(ids), dtype=torch.bool)
+        total = torch.empty_like(counts)
+        self.table.read(
+            ids.data_ptr(), len(ids), _threads(), found.data_ptr(), 0, 0, total.data_ptr()
+        )
+        return torch.where(found, total, counts)
+
+    def export(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, counts), both int64 [n]."""
+        ids = torch.empty(self.table.size, dtype=torch.int64)
+        counts = torch.empty_like(ids)
+        self.table.export_rows(
+            0, len(ids), 0, _threads(), ids.data_ptr(), 0, 0, counts.data_ptr()
+        )
+        return ids, counts
+
+    def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Start again from these counts."""
+        self.table.clear()
+        if len(ids):
+            self.add(ids.contiguous(), counts.contiguous())
+
+
+class CpuTable(Table):
+    """A table in main memory. See :class:`Table`."""
+
+    def __init__(
+        self,
+        options: DynamicEmbTableOptions,
+        *,
+        optimizer: Optimizer | None = None,
+        name: str = "table",
+        seed: int | None = None,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(options, optimizer=optimizer, name=name, seed=seed, clock=clock)
+        options = self.options
+        self._width, start, maximum = self.bucket_layout_of(options)
+        columns, scalar, initial = _state_layout(self.optimizer, self.dim)
+        pair = isinstance(options.score_strategy, tuple)
+        try:
+            self.engine = _engine.Table(
+                dim=self.dim,
+                type=_TYPES[self.dtype],
+                init_buckets=start,
+                max_buckets=maximum,
+                width=self._width,
+                max_load_factor=options.max_load_factor,
+                strategy=_PAIR_STRATEGY if pair else int(options.score_strategy),  # type: ignore[arg-type]
+                initializer=_engine_initializer(options.initializer_args, self.seed),
+                missing_value=options.eval_initializer_args.value,
+                state_columns=columns,
+                state_scalar=scalar,
+                initial_state=initial,
+            )
+        except MemoryError as error:
+            raise OutOfMemoryError(f"table {name!r}: {error}") from error
+        self.admit_strategy = None
+        self.counter: _Counter | None = None
+        if options.admit_strategy is not None:
+            self.admit_strategy = options.admit_strategy.per_table()
+            self._rejected_initializer = _engine_initializer(
+                self.admit_strategy.initializer_args or options.initializer_args, self.seed
+            )
+        if options.admission_counter is not None:
+            config = options.admission_counter
+            self.counter = _Counter(config.capacity, config.bucket_capacity)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.capacity
+
+    @property
+    def bucket_capacity(self) -> int:
+        return self._width
+
+    def size(self) -> int:
+        return self.engine.size
+
+    def stats(self) -> TableStats:
+        size, capacity = self.engine.size, self.engine.capacity
+        used = self.engine.bytes + (self.counter.table.bytes if self.counter else 0)
+        return TableStats(
+            *self.engine.counters(),
+            size=size,
+            capacity=capacity,
+            load_factor=size / capacity,
+            bytes=used,
+        )
+
+    def reset_stats(self) -> None:
+        self.engine.reset_counters()
+
+    # ---- reading ----
+
+    def find(self, ids: torch.Tensor) -> Found:
+        ids = self.check_ids("ids", ids)
+        found = torch.empty(len(ids), dtype=torch.bool)
+        rows = self.empty_rows(len(ids))
+        self.engine.read(
+            ids.data_ptr(),
+            len(ids),
+            _threads(),
+            found.data_ptr(),
+            rows.embeddings.data_ptr(),
+            rows.state.data_ptr(),
+            rows.scores.data_ptr(),
+        )
+        return Found(found, rows.embeddings, rows.state, rows.scores)
+
+    def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = self.check_ids("ids", ids)
+        slots = torch.empty(len(ids), dtype=torch.int64)
+        self.engine.find(ids.data_ptr(), len(ids), _threads(), slots.data_ptr())
+        return slots
+
+    def export(
+        self, *, batch_size: int = 65536, score_threshold: int | None = None
+    ) -> Iterator[Rows]:
+        batch_size = check_integer("batch_size", batch_size, minimum=1)
+        threshold = 0
+        if score_threshold is not None:
+            threshold = check_integer(
+                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
+            )
+        return self._export(batch_size, threshold)
+
+    def _export(self, batch_size: int, threshold: int) -> Iterator[Rows]:
+        cursor = 0
+        while True:
+            rows = self.empty_rows(min(batch_size, self.engine.size))
+            count, cursor = self.engine.export_rows(
+                cursor,
+                len(rows),
+                threshold,
+                _threads(),
+                rows.ids.data_ptr(),
+                rows.embeddings.data_ptr(),
+                rows.state.data_ptr(),
+                rows.scores.data_ptr(),
+            )
+            if count == 0:
+                return
+            yield Rows(
+                rows.ids[:count], rows.embeddings[:count], rows.state[:count], rows.scores[:count]
+            )
+
+    # ---- writing ----
+
+    def find_or_insert(
+        self,
+        ids: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+        return_evicted: bool = False,
+    ) -> Inserted:
+        ids = self.check_ids("ids", ids)
+        if counts is not None:
+            counts = self.check_counts(counts, len(ids))
+        group = CpuTableGroup([self])
+        lookup = group.find_or_insert(ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted)
+        batch = lookup.batches[0]
+        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype)
+        pooling = Pooling(DynamicEmbPoolingMode.NONE, self.dtype, (1,))
+        group.read(lookup, pooling, embeddings)
+        slots = torch.empty(len(ids), dtype=torch.int64)
+        batch.slots(slots.data_ptr())
+        return Inserted(embeddings, slots, self._evicted(batch) if return_evicted else None)
+
+    def insert(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+        return_evicted: bool = False,
+    ) -> Written:
+        batch = self._write(_INSERT, ids, embeddings, state, scores, return_evicted)
+        evicted = self._evicted(batch) if return_evicted else None
+        self.check_failures(batch.failures, batch.size)
+        return Written(self._written(batch), evicted)
+
+    def assign(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._written(self._write(_ASSIGN, ids, embeddings, state, scores, False))
+
+    def _write(
+        self,
+        mode: int,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor | None,
+        keep_evicted: bool,
+    ) -> Any:
+        ids = self.check_ids("ids", ids)
+        n = len(ids)
+        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
+        if state is not None:
+            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
+        if scores is not None:
+            scores = self.check_scores(scores, n)
+        batch = _engine.Batch(self.engine, mode, ids.data_ptr(), n, 0)
+        batch.give(_address(embeddings), _address(state), _address(scores))
+        if keep_evicted:
+            batch.keep_evicted()
+        score = (0, 0) if scores is not None or mode == _ASSIGN else self.batch_score()
+        try:
+            _engine.run_batches([batch], [score], _threads())
+        except MemoryError as error:
+            raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+        return batch
+
+    def _written(self, batch: Any) -> torch.Tensor:
+        written = torch.empty(batch.size, dtype=torch.bool)
+        batch.written(written.data_ptr())
+        return written
+
+    def _evicted(self, batch: Any) -> Rows:
+        rows = self.empty_rows(batch.evicted_count)
+        batch.evicted(
+            rows.ids.data_ptr(),
+            rows.embeddings.data_ptr(),
+            rows.state.data_ptr(),
+            rows.scores.data_ptr(),
+        )
+        return rows
+
+    def empty_rows(self, count: int) -> Rows:
+        """Uninitialised buffers for ``count`` rows."""
+        shape = (count,) if self.score_words == 1 else (count, 2)
+        return Rows(
+            torch.empty(count, dtype=torch.int64),
+            torch.empty(count, self.dim, dtype=self.dtype),
+            torch.empty(count, self.state_dim, dtype=torch.float32),
+            torch.empty(shape, dtype=torch.int64),
+        )
+
+    def erase(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = self.check_ids("ids", ids)
+        removed = torch.empty(len(ids), dtype=torch.bool)
+        self.engine.erase(ids.data_ptr(), len(ids), _threads(), removed.data_ptr())
+        return removed
+
+    def clear(self) -> None:
+        self.engine.clear()
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        optimizer = self._checked_optimizer(optimizer)
+        if optimizer.kind is not self._optimizer.kind:
+            try:
+                self.engine.set_state_layout(*_state_layout(optimizer, self.dim))
+            except MemoryError as error:
+                raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+        self._optimizer = optimizer
+
+    def set_seed(self, seed: int) -> None:
+        """New rows follow another seed."""
+        self.seed = seed
+        self.engine.set_initializer(_engine_initializer(self.options.initializer_args, seed))
+        if self.admit_strategy is not None:
+            self._rejected_initializer = _engine_initializer(
+                self.admit_strategy.initializer_args or self.options.initializer_args, seed
+            )
+
+    # ---- saving ----
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return content.save(self)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
+        return content.load(self, state)
+
+    def write_rows(
+        self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """Insert saved rows; those that do not fit are counted, not reported."""
+        self._write(_INSERT, ids, embeddings, state, scores, False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickling and copying carry the rows along."""
+        settings = (self.options, self.optimizer, self.name, self.seed, self._clock)
+        return _restore_table, (*settings, self.state_dict())
+
+    # ---- admission ----
+
+    def decide(self, batch: Any) -> None:
+        """Ask the admission strategy about the missing ids of a batch."""
+        strategy = self.admit_strategy
+        if strategy is None:
+            return
+        count = batch.collect_missing()
+        if count == 0:
+            return
+        ids = torch.empty(count, dtype=torch.int64)
+        counts = torch.empty(count, dtype=torch.int64)
+        batch.missing(ids.data_ptr(), counts.data_ptr())
+        if self.counter is not None:
+            counts = self.counter.add(ids, counts)
+        mask = strategy.admit(ids, counts)
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            raise wrong_type(
+                f"the result of {type(strategy).__name__}.admit", mask, "a tensor of bool"
+            )
+        if mask.shape != ids.shape:
+            raise wrong_value(
+                f"the shape of {type(strategy).__name__}.admit's result",
+                tuple(mask.shape),
+                str(tuple(ids.shape)),
+            )
+        mask = mask.contiguous()
+        rows = None
+        if strategy.writes_rejected_rows:
+            rejected = count - int(mask.sum())
+            rows = torch.zeros(rejected, self.dim, dtype=torch.float32)
+            strategy.initialize_non_admitted_embeddings(rows, torch.arange(rejected))
+        batch.admit(mask.data_ptr(), self._rejected_initializer, _address(rows))
+
+
+def _restore_table(
+    options: DynamicEmbTableOptions,
+    optimizer: Optimizer,
+    name: str,
+    seed: int,
+    clock: Callable[[], int],
+    state: Mapping[str, torch.Tensor],
+) -> CpuTable:
+    table = CpuTable(options, optimizer=optimizer, name=name, seed=seed, clock=clock)
+    table.load_state_dict(state)
+    table.reset_stats()
+    return table
+
+
+@dataclass
+class CpuLookup(Lookup):
+    """One engine batch per table, over ids that are kept alive while they are needed."""
+
+    batches: list[Any]
+    bounds: tuple[int, ...]
+
+
+class CpuTableGroup(TableGroup):
+    """See :class:`TableGroup`."""
+
+    def __init__(self, tables: Sequence[CpuTable]) -> None:
+        self.tables: Sequence[CpuTable] = list(tables)
+
+    def evaluate(
+        self, ids: torch.Tensor, bounds: Sequence[int], pooling: Pooling, out: torch.Tensor
+    ) -> None:
+        segments = self._segments([None] * len(self.tables), bounds, pooling)
+        layout = self._pooling(pooling, out)
+        _engine.evaluate(segments, ids.data_ptr(), layout, out.data_ptr(), _threads())
+
+    def find_or_insert(
+        self,
+        ids: torch.Tensor,
+        bounds: Sequence[int],
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+        keep_evicted: bool = False,
+    ) -> CpuLookup:
+        scores = [table.batch_score() for table in self.tables]
+        batches = []
+        for t, table in enumerate(self.tables):
+            begin, end = bounds[t], bounds[t + 1]
+            offset = 8 * begin
+            batch = _engine.Batch(
+                table.engine,
+                _TRAIN,
+                ids.data_ptr() + offset,
+                end - begin,
+                0 if counts is None else counts.data_ptr() + offset,
+            )
+            for other in protect:
+                assert isinstance(other, CpuLookup)
+                batch.protect(other.batches[t])
+            if keep_evicted:
+                batch.keep_evicted()
+            batches.append(batch)
+        try:
+            if any(table.admit_strategy is not None for table in self.tables):
+                _engine.find_batches(batches, _threads())
+                for table, batch in zip(self.tables, batches, strict=True):
+                    table.decide(batch)
+                _engine.commit_batches(batches, scores, _threads())
+            else:
+                _engine.run_batches(batches, scores, _threads())
+        except MemoryError as error:
+            raise OutOfMemoryError(f"tables {[t.name for t in self.tables]}: {error}") from error
+        for table, batch in zip(self.tables, batches, strict=True):
+            table.advance_step()
+            table.check_failures(batch.failures, batch.size)
+        return CpuLookup(batches, tuple(bounds))
+
+    def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
+        segments = self._lookup_segments(lookup, pooling)
+        _engine.read(segments, self._pooling(pooling, out), out.data_ptr(), _threads())
+
+    def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
+        segments = self._lookup_segments(lookup, pooling)
+        layout = self._pooling(pooling, gradient)
+        _engine.update(segments, layout, gradient.data_ptr(), self._steps(), _threads())
+
+    def weight_gradient(
+        self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        segments = self._lookup_segments(lookup, pooling)
+        assert isinstance(lookup, CpuLookup)
+        out = torch.zeros(lookup.bounds[-1], dtype=torch.float32)
+        layout = self._pooling(pooling, gradient)
+        _engine.weight_gradient(segments, layout, gradient.data_ptr(), out.data_ptr(), _threads())
+        return out
+
+    def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
+        assert isinstance(lookup, CpuLookup)
+        segments = self._lookup_segments(lookup, pooling)
+        layout = self._pooling(pooling, gradient)
+        return [
+            self._sums(table, segment, layout, gradient, lookup.bounds[t + 1] - lookup.bounds[t])
+            for t, (table, segment) in enumerate(zip(self.tables, segments, strict=True))
+        ]
+
+    def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
+        merged = []
+        for t, table in enumerate(self.tables):
+            ids = torch.cat([part[t][0] for part in parts])
+            gradient = torch.cat([part[t][1] for part in parts])
+            segment, layout = self._located(table, ids, gradient)
+            merged.append(self._sums(table, segment, layout, gradient, len(ids), clamp=False))
+        return merged
+
+    def update_summed(self, gradients: SummedGradients) -> None:
+        self._steps()
+        for table, (ids, gradient) in zip(self.tables, gradients, strict=True):
+            segment, layout = self._located(table, ids, gradient)
+            step = _engine_step(table, clamp=False)
+            _engine.update([segment], layout, gradient.data_ptr(), [step], _threads())
+
+    def _sums(
+        self,
+        table: CpuTable,
+        segment: Any,
+        layout: Any,
+        gradient: torch.Tensor,
+        n: int,
+        *,
+        clamp: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.empty(n, dtype=torch.int64)
+        sums = torch.empty(n, table.dim, dtype=torch.float32)
+        limit = table.optimizer.numbers(1)["max_gradient"] if clamp else 0.0
+        count = _engine.reduce(
+            segment,
+            layout,
+            gradient.data_ptr(),
+            limit,
+            _threads(),
+            ids.data_ptr(),
+            sums.data_ptr(),
+        )
+        return ids[:count], sums[:count]
+
+    def _located(
+        self, table: CpuTable, ids: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[Any, Any]:
+        """A segment over given ids, with one gradient row each."""
+        batch = _engine.Batch(table.engine, _LOCATE, ids.data_ptr(), len(ids), 0)
+        _engine.run_batches([batch], [(0, 0)], _threads())
+        layout = self._pooling(Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,)), gradient)
+        return _engine.Segment(table.engine, batch, 0, len(ids), 0, 1, 0), layout
+
+    def _steps(self) -> list[Any]:
+        """The next optimizer step of every table."""
+        for table in self.tables:
+            if not table.options.training:
+                raise UsageError(
+                    f"table {table.name!r} has training=False in its options and cannot be updated"
+                )
+            table.iteration += 1
+        return [_engine_step(table) for table in self.tables]
+
+    def _lookup_segments(self, lookup: Lookup, pooling: Pooling) -> list[Any]:
+        assert isinstance(lookup, CpuLookup)
+        return self._segments(lookup.batches, lookup.bounds, pooling)
+
+    def _segments(
+        self, batches: Sequence[Any], bounds: Sequence[int], pooling: Pooling
+    ) -> list[Any]:
+        segments = []
+        feature = column = 0
+        for t, table in enumerate(self.tables):
+            features = pooling.features[t]
+            begin, end = bounds[t], bounds[t + 1]
+            segments.append(
+                _engine.Segment(
+                    table.engine, batches[t], begin, end - begin, feature, features, column
+                )
+            )
+            feature += features
+            column += features * table.dim
+        return segments
+
+    def _pooling(self, pooling: Pooling, output: torch.Tensor) -> Any:
+        return _engine.Pooling(
+            pooled=pooling.pooled,
+            mean=pooling.mode is DynamicEmbPoolingMode.MEAN,
+            batch_size=pooling.batch_size,
+            offsets=_address(pooling.offsets),
+            weights=_address(pooling.weights),
+            type=_TYPES[pooling.dtype],
+            stride=output.shape[1],
+        )
+
+
+def _engine_step(table: CpuTable, *, clamp: bool = True) -> Any:
+    """The engine's numbers for the update that ``table.iteration`` counts."""
+    numbers = table.optimizer.numbers(table.iteration)
+    if not clamp:
+        numbers["max_gradient"] = 0.0  # the summands were clamped already
+    return _engine.OptimizerStep(**numbers, rounding_seed=table.seed)

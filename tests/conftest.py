@@ -1,0 +1,44 @@
+"""Shared by all tests. The helpers beside this file (`reference`, `tables`, `twin`) are modules."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# No random choice differs between two runs; a failure is reproduced by running the test again.
+settings.register_profile(
+    "tests",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "stress: a long run; excluded unless asked for by -m stress")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the long runs unless the marker expression names them."""
+    if "stress" in config.getoption("markexpr"):
+        return
+    long = [item for item in items if item.get_closest_marker("stress")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Each test starts from the same torch seed and leaves the thread count as it was."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(20240607)
+    yield
+    torch.set_num_threads(threads)
+    gc.collect()
