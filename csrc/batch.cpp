@@ -51,8 +51,7 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
   entry_first_ = uninitialized<uint32_t>(n);
   occurrence_end_ = uninitialized<uint32_t>(n);
   occurrences_ = uninitialized<uint32_t>(n);
-  if (counts != nullptr || mode != BatchMode::kLocate)
-    entry_counts_ = uninitialized<int64_t>(n);
+  if (counts != nullptr || mode != BatchMode::kLocate) entry_counts_ = uninitialized<int64_t>(n);
   entry_fate_ = uninitialized<uint8_t>(n);
   if (mode != BatchMode::kLocate) rows_ = uninitialized<uint32_t>(n);
   side_.resize(table_->stride_);
@@ -488,8 +487,7 @@ void Batch::finish() {
     for (uint32_t entry : numbered) t.records_[entry_slots_[entry]].score = t.next_row_number_++;
   } else if (!numbered.empty()) {
     for (uint32_t entry : numbered)
-      t.next_row_number_ =
-          std::max(t.next_row_number_, t.records_[entry_slots_[entry]].score + 1);
+      t.next_row_number_ = std::max(t.next_row_number_, t.records_[entry_slots_[entry]].score + 1);
   }
 
   if (evicting.empty()) return;
@@ -515,9 +513,9 @@ void Batch::slots(int64_t* out) const {
   for (const Partition& p : parts_)
     for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry) {
       const bool there = entry_fate_[entry] == kThere && entry_slots_[entry] != kNoSlot;
-      const int64_t slot = there                               ? int64_t{entry_slots_[entry]}
+      const int64_t slot = there                             ? int64_t{entry_slots_[entry]}
                            : entry_fate_[entry] == kRejected ? -2
-                                                               : -1;
+                                                             : -1;
       for (uint32_t i = occurrences_begin(p, entry); i < occurrence_end_[entry]; ++i)
         out[occurrences_[i]] = slot;
     }
@@ -549,11 +547,13 @@ void over(std::span<Batch* const> batches, int threads, Count&& count, Body&& bo
 
 void split(std::span<Batch* const> batches, int threads) {
   for (Batch* batch : batches) batch->plan_partitions();
-  over(batches, threads, [](Batch& b) { return b.chunks(); },
-       [&](size_t b, size_t chunk) { batches[b]->count_chunk(chunk); });
+  over(
+      batches, threads, [](Batch& b) { return b.chunks(); },
+      [&](size_t b, size_t chunk) { batches[b]->count_chunk(chunk); });
   for (Batch* batch : batches) batch->plan_partitions();
-  over(batches, threads, [](Batch& b) { return b.chunks(); },
-       [&](size_t b, size_t chunk) { batches[b]->scatter_chunk(chunk); });
+  over(
+      batches, threads, [](Batch& b) { return b.chunks(); },
+      [&](size_t b, size_t chunk) { batches[b]->scatter_chunk(chunk); });
 }
 
 size_t partition_count(Batch& batch) { return batch.partitions(); }

@@ -59,11 +59,11 @@ class Batch {
   void plan_partitions();
   void scatter_chunk(size_t chunk);
   size_t partitions() const { return partitions_; }
-  void find(size_t partition);       // dedup, then find
-  bool needs_decision() const;       // growth or admission may come between find and commit
-  bool prepare_commit();             // grows; true: split and find must run again
-  void resplit();                    // after that: carries the admission over
-  void locate(size_t partition);     // find again after the table changed
+  void find(size_t partition);    // dedup, then find
+  bool needs_decision() const;    // growth or admission may come between find and commit
+  bool prepare_commit();          // grows; true: split and find must run again
+  void resplit();                 // after that: carries the admission over
+  void locate(size_t partition);  // find again after the table changed
   void commit(size_t partition, const BatchScore& score);
   void finish();
 
@@ -80,8 +80,8 @@ class Batch {
   uint64_t failures() const { return counters_.failures; }
   uint64_t rejections() const { return counters_.rejections; }
   const Evicted& evicted() const { return evicted_; }
-  void slots(int64_t* out) const;      // per occurrence; -1 failed, -2 rejected
-  void written(bool* out) const;       // per occurrence
+  void slots(int64_t* out) const;  // per occurrence; -1 failed, -2 rejected
+  void written(bool* out) const;   // per occurrence
   bool stale() const { return version_ != table_->version_; }
 
  private:
@@ -136,11 +136,11 @@ class Batch {
   std::unique_ptr<uint32_t[]> occurrence_end_;
   std::unique_ptr<uint32_t[]> occurrences_;  // positions, grouped by entry
   std::unique_ptr<uint8_t[]> entry_fate_;
-  std::unique_ptr<uint32_t[]> rows_;         // per occurrence: row number for RowSource
-  std::vector<uint32_t> missing_;            // entries, in order of first occurrence
-  std::vector<uint8_t> admitted_;            // flags of the missing entries
-  std::vector<std::byte> side_;              // row 0: zeros; then rejected rows
-  std::unique_ptr<uint32_t[]> entry_side_;   // side row of a rejected entry
+  std::unique_ptr<uint32_t[]> rows_;        // per occurrence: row number for RowSource
+  std::vector<uint32_t> missing_;           // entries, in order of first occurrence
+  std::vector<uint8_t> admitted_;           // flags of the missing entries
+  std::vector<std::byte> side_;             // row 0: zeros; then rejected rows
+  std::unique_ptr<uint32_t[]> entry_side_;  // side row of a rejected entry
   Counters counters_;
   Evicted evicted_;
 };

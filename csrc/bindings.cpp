@@ -76,8 +76,15 @@ void bind_table(nb::module_& m) {
           "__init__",
           [](Initializer* self, int mode, float value, float lower, float upper, float mean,
              float std_dev, float cdf_lower, float cdf_upper, uint64_t seed) {
-            new (self) Initializer{static_cast<InitializerMode>(mode), value, lower, upper, mean,
-                                   std_dev, cdf_lower, cdf_upper, seed};
+            new (self) Initializer{static_cast<InitializerMode>(mode),
+                                   value,
+                                   lower,
+                                   upper,
+                                   mean,
+                                   std_dev,
+                                   cdf_lower,
+                                   cdf_upper,
+                                   seed};
           },
           nb::kw_only(), "mode"_a, "value"_a, "lower"_a, "upper"_a, "mean"_a, "std_dev"_a,
           "cdf_lower"_a, "cdf_upper"_a, "seed"_a);
@@ -303,9 +310,9 @@ void bind_group(nb::module_& m) {
           [](OptimizerStep* self, int kind, float learning_rate, float epsilon, float beta2,
              float one_minus_beta1, float one_minus_beta2, float adam_rate,
              float bias_correction2_sqrt, float momentum, float dampening, float weight_decay,
-             float decay_factor, float lambda1, float lambda2, float ftrl_beta,
-             float max_gradient, bool nesterov, bool decoupled_decay, bool maximize,
-             bool stochastic_rounding, uint64_t rounding_seed, uint32_t step) {
+             float decay_factor, float lambda1, float lambda2, float ftrl_beta, float max_gradient,
+             bool nesterov, bool decoupled_decay, bool maximize, bool stochastic_rounding,
+             uint64_t rounding_seed, uint32_t step) {
             new (self) OptimizerStep{.kind = static_cast<OptimizerKind>(kind),
                                      .learning_rate = learning_rate,
                                      .epsilon = epsilon,
@@ -329,11 +336,11 @@ void bind_group(nb::module_& m) {
                                      .rounding_seed = rounding_seed,
                                      .step = step};
           },
-          nb::kw_only(), "kind"_a, "learning_rate"_a, "epsilon"_a, "beta2"_a,
-          "one_minus_beta1"_a, "one_minus_beta2"_a, "adam_rate"_a, "bias_correction2_sqrt"_a,
-          "momentum"_a, "dampening"_a, "weight_decay"_a, "decay_factor"_a, "lambda1"_a, "lambda2"_a, "ftrl_beta"_a, "max_gradient"_a,
-          "nesterov"_a, "decoupled_decay"_a, "maximize"_a, "stochastic_rounding"_a,
-          "rounding_seed"_a, "step"_a);
+          nb::kw_only(), "kind"_a, "learning_rate"_a, "epsilon"_a, "beta2"_a, "one_minus_beta1"_a,
+          "one_minus_beta2"_a, "adam_rate"_a, "bias_correction2_sqrt"_a, "momentum"_a,
+          "dampening"_a, "weight_decay"_a, "decay_factor"_a, "lambda1"_a, "lambda2"_a,
+          "ftrl_beta"_a, "max_gradient"_a, "nesterov"_a, "decoupled_decay"_a, "maximize"_a,
+          "stochastic_rounding"_a, "rounding_seed"_a, "step"_a);
 
   using Segments = std::vector<Segment>;
   m.def(

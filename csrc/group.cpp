@@ -8,8 +8,8 @@
 namespace dynamicemb {
 namespace {
 
-constexpr size_t kChunk = 2048;       // occurrences per task
-constexpr uint32_t kSumBlock = 256;   // occurrences summed in order; blocks are then summed in order
+constexpr size_t kChunk = 2048;      // occurrences per task
+constexpr uint32_t kSumBlock = 256;  // occurrences summed in order; blocks are then summed in order
 
 // A task of one segment: outputs [begin, end), which are occurrences or bags of the segment.
 struct Task {
@@ -45,8 +45,7 @@ size_t output_of_bag(const Segment& segment, const Pooling& pooling, size_t bag)
 // Pools the bags [begin, end) of a segment; `rows` are the row numbers from occurrence `first` on.
 void pool_bags(const Segment& segment, const Pooling& pooling, const RowSource& source,
                const uint32_t* rows, size_t first, size_t begin, size_t end, void* out) {
-  const int64_t* offsets =
-      pooling.offsets + segment.first_feature * pooling.batch_size;
+  const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
   const auto last = static_cast<size_t>(offsets[end]);
   const auto pool = kernels().pool;
   for (size_t bag = begin; bag < end; ++bag) {
@@ -116,7 +115,8 @@ class Gradients {
       if (into == scratch) std::fill_n(scratch, dim, 0.0f);
       const uint32_t end = std::min(count, block + kSumBlock);
       for (uint32_t i = block; i < end; ++i) {
-        if (i + 4 < count) prefetch_bytes(row(segment, segment.id_begin + occurrences[i + 4]), bytes);
+        if (i + 4 < count)
+          prefetch_bytes(row(segment, segment.id_begin + occurrences[i + 4]), bytes);
         const size_t occurrence = segment.id_begin + occurrences[i];
         accumulate(pooling_.type, row(segment, occurrence), clamp, scale(occurrence), into, dim);
       }
@@ -143,8 +143,8 @@ std::vector<PartitionTask> partition_tasks(std::span<const Segment> segments) {
 
 }  // namespace
 
-void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids,
-                     const Pooling& pooling, void* out, int threads) {
+void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids, const Pooling& pooling,
+                     void* out, int threads) {
   std::vector<std::vector<std::byte>> missing(segments.size());
   for (size_t s = 0; s < segments.size(); ++s) {
     const Table& table = *segments[s].table;
@@ -168,8 +168,8 @@ void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids,
     table.find(ids + first, last - first, 1, rows.data());
     for (uint32_t& row : rows)
       row = row == kNoSlot ? kSideRow : static_cast<uint32_t>(table.row_of(row));
-    const RowSource source{table.rows_.data(), missing[s].data(), table.stride_,
-                           table.config_.dim, table.config_.type};
+    const RowSource source{table.rows_.data(), missing[s].data(), table.stride_, table.config_.dim,
+                           table.config_.type};
     if (pooling.pooled) {
       pool_bags(segment, pooling, source, rows.data(), first, begin, end, out);
     } else {
@@ -202,8 +202,8 @@ void Group::read(std::span<const Segment> segments, const Pooling& pooling, void
     const Segment& segment = segments[s];
     const Table& table = *segment.table;
     const Batch& batch = *segment.batch;
-    const RowSource source{table.rows_.data(), batch.side_.data(), table.stride_,
-                           table.config_.dim, table.config_.type};
+    const RowSource source{table.rows_.data(), batch.side_.data(), table.stride_, table.config_.dim,
+                           table.config_.type};
     if (pooling.pooled) {
       const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
       const auto first = static_cast<size_t>(offsets[begin]);
@@ -298,7 +298,8 @@ void Group::weight_gradient(std::span<const Segment> segments, const Pooling& po
       const size_t occurrence = segment.id_begin + i;
       kernels().widen(table.config_.type, source.at(batch.rows_[i]), row.data(), dim);
       kernels().widen(pooling.type, gradients.row(segment, occurrence), incoming.data(), dim);
-      out[occurrence] = kernels().dot(row.data(), incoming.data(), dim) * gradients.scale(occurrence);
+      out[occurrence] =
+          kernels().dot(row.data(), incoming.data(), dim) * gradients.scale(occurrence);
     }
   });
 }

@@ -13,11 +13,11 @@ namespace dynamicemb {
 struct Pooling {
   bool pooled = false;
   bool mean = false;
-  size_t batch_size = 0;             // bags per feature
-  const int64_t* offsets = nullptr;  // features * batch_size + 1, feature-major, into all ids
-  const float* weights = nullptr;    // per occurrence
+  size_t batch_size = 0;               // bags per feature
+  const int64_t* offsets = nullptr;    // features * batch_size + 1, feature-major, into all ids
+  const float* weights = nullptr;      // per occurrence
   DataType type = DataType::kFloat32;  // of the output and its gradient
-  size_t stride = 0;                 // elements per output row
+  size_t stride = 0;                   // elements per output row
 };
 
 // The ids [id_begin, id_begin + id_count) of the call belong to one table. Pooled, they are the

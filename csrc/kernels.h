@@ -67,9 +67,9 @@ enum class InitializerMode : uint8_t { kConstant = 0, kUniform, kNormal, kTrunca
 // A new row is a pure function of (seed, id, column).
 struct Initializer {
   InitializerMode mode = InitializerMode::kConstant;
-  float value = 0;                  // constant
-  float lower = 0, upper = 1;       // uniform, truncated normal
-  float mean = 0, std_dev = 1;      // normal, truncated normal
+  float value = 0;                     // constant
+  float lower = 0, upper = 1;          // uniform, truncated normal
+  float mean = 0, std_dev = 1;         // normal, truncated normal
   float cdf_lower = 0, cdf_upper = 1;  // of the standard normal at the truncation bounds
   uint64_t seed = 0;
 };

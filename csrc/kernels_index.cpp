@@ -19,7 +19,8 @@ inline uint32_t match16(const uint8_t* digests, uint8_t digest) {
       _mm_movemask_epi8(_mm_cmpeq_epi8(line, _mm_set1_epi8(static_cast<char>(digest)))));
 #elif defined(__ARM_NEON)
   static const uint8_t weights[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-  const uint8x16_t bits = vandq_u8(vceqq_u8(vld1q_u8(digests), vdupq_n_u8(digest)), vld1q_u8(weights));
+  const uint8x16_t bits =
+      vandq_u8(vceqq_u8(vld1q_u8(digests), vdupq_n_u8(digest)), vld1q_u8(weights));
   return vaddv_u8(vget_low_u8(bits)) | (static_cast<uint32_t>(vaddv_u8(vget_high_u8(bits))) << 8);
 #else
   uint32_t mask = 0;

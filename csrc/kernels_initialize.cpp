@@ -59,9 +59,9 @@ inline float normal_quantile(float p) {
       (((1.7023821103e-1f * t + 1.3067284816f) * t + 2.7568153900f) * t + 1.4234372777f) /
       ((1.2021132975e-1f * t + 7.3700164250e-1f) * t + 1.0f);
   const float u = s - 5.0f;
-  const float far = (((1.7337203997e-2f * u + 4.2868294337e-1f) * u + 3.0812263860f) * u +
-                     6.6579051150f) /
-                    ((1.2258202635e-2f * u + 2.4197894225e-1f) * u + 1.0f);
+  const float far =
+      (((1.7337203997e-2f * u + 4.2868294337e-1f) * u + 3.0812263860f) * u + 6.6579051150f) /
+      ((1.2258202635e-2f * u + 2.4197894225e-1f) * u + 1.0f);
   const float tail = s <= 5.0f ? near : far;
   const float magnitude = q < 0 ? -tail : tail;
   return r >= 0 ? centre : magnitude;

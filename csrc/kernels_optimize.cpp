@@ -58,7 +58,8 @@ void adagrad(float* w, float* state, float*, float* g, uint32_t dim, const Optim
   prepare(weights, gradient, dim, step);
   for (uint32_t i = 0; i < dim; ++i) {
     sum[i] = sum[i] + gradient[i] * gradient[i];
-    weights[i] = weights[i] + -step.learning_rate * gradient[i] / (std::sqrt(sum[i]) + step.epsilon);
+    weights[i] =
+        weights[i] + -step.learning_rate * gradient[i] / (std::sqrt(sum[i]) + step.epsilon);
   }
 }
 

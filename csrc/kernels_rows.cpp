@@ -236,7 +236,9 @@ constexpr uint32_t kRoundingStream = 0x80000000u;  // apart from the streams of 
 }  // namespace
 
 void widen(DataType type, const void* from, float* to, uint32_t dim) {
-  with_type(type, [&](auto* tag) { copy_row(static_cast<decltype(tag)>(const_cast<void*>(from)), to, dim); });
+  with_type(type, [&](auto* tag) {
+    copy_row(static_cast<decltype(tag)>(const_cast<void*>(from)), to, dim);
+  });
 }
 
 void narrow(DataType type, const float* from, void* to, uint32_t dim) {

@@ -98,8 +98,7 @@ class Pool {
 using OpenMpParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 OpenMpParallel openmp() {
-  static const auto entry =
-      reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  static const auto entry = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   return entry;
 }
 
@@ -113,8 +112,8 @@ void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* cont
   }
   Job job{.tasks = tasks, .function = function, .context = context, .mutex = {}, .error = {}};
   if (auto parallel = openmp()) {
-    parallel([](void* data) { static_cast<Job*>(data)->work(); }, &job,
-             static_cast<unsigned>(team), 0);
+    parallel([](void* data) { static_cast<Job*>(data)->work(); }, &job, static_cast<unsigned>(team),
+             0);
   } else {
     static Pool pool;
     pool.run(team, job);

@@ -50,8 +50,8 @@ uint64_t Table::bytes() const {
 
 void Table::touch_position(uint32_t position) {
   uint32_t used = positions_used_.load(std::memory_order_relaxed);
-  while (used <= position && !positions_used_.compare_exchange_weak(used, position + 1,
-                                                                    std::memory_order_relaxed)) {
+  while (used <= position &&
+         !positions_used_.compare_exchange_weak(used, position + 1, std::memory_order_relaxed)) {
   }
 }
 

@@ -331,9 +331,7 @@ class Optimizer:
             "one_minus_beta1": 1.0 - args.beta1,
             "one_minus_beta2": 1.0 - args.beta2,
             "adam_rate": rate / (1.0 - args.beta1**iteration) if corrected else rate,
-            "bias_correction2_sqrt": (
-                math.sqrt(1.0 - args.beta2**iteration) if corrected else 1.0
-            ),
+            "bias_correction2_sqrt": (math.sqrt(1.0 - args.beta2**iteration) if corrected else 1.0),
             "momentum": args.momentum,
             # As in torch: the buffer starts with the first gradient itself.
             "dampening": args.dampening if iteration > 1 else 0.0,

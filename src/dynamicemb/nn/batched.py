@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from dynamicemb.errors import InvalidArgumentError, check_enum, check_integer, wrong_type, wrong_value
+from dynamicemb.errors import (
+    InvalidArgumentError,
+    check_enum,
+    check_integer,
+    wrong_type,
+    wrong_value,
+)
 from dynamicemb.nn.checks import (
     check_ids,
     check_offsets,
@@ -31,8 +37,8 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
     """Several tables, several features each, looked up together.
 
     Args:
-        table_options: one per table; ``dim`` and ``max_capacity`` must be set. Every table keeps its
-            own options: initialiser, scores, bucket width, data type, admission.
+        table_options: one per table; ``dim`` and ``max_capacity`` must be set. Every table keeps
+            its own options: initialiser, scores, bucket width, data type, admission.
         table_names: unique; default "t0", "t1", ...
         feature_table_map: the table of every feature, in table order; default one each.
         pooling_mode: SUM, MEAN, or NONE (then all tables have one dim).

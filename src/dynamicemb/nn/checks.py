@@ -53,8 +53,9 @@ def check_offsets(offsets: object, count: int) -> torch.Tensor:
     bad = _engine.first_decrease(offsets.data_ptr(), len(offsets))
     if bad >= 0:
         raise wrong_value(
-            f"offsets[{bad}]", int(offsets[bad]), f"at least offsets[{bad - 1}], which is "
-            f"{int(offsets[bad - 1])}"
+            f"offsets[{bad}]",
+            int(offsets[bad]),
+            f"at least offsets[{bad - 1}], which is {int(offsets[bad - 1])}",
         )
     return offsets
 

@@ -70,7 +70,11 @@ class _OneTable(DynamicModule):
         if optimizer is not None:
             fused = Optimizer.from_emb_optim_type(optimizer, optimizer_args)
         table = create_table(
-            options, optimizer=fused, name=name, seed=seed, device="cpu" if device is None else device
+            options,
+            optimizer=fused,
+            name=name,
+            seed=seed,
+            device="cpu" if device is None else device,
         )
         super().__init__(
             [table],

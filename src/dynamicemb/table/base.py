@@ -140,7 +140,7 @@ class Pooling:
 SummedGradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Lookup(ABC):
+class Lookup:
     """The ids of one training step and where their rows are; made by a :class:`TableGroup`.
 
     It holds no pin: rows may move or be evicted before the update, which then finds them again or

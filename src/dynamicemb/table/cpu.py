@@ -122,9 +122,7 @@ class _Counter:
         """(ids, counts), both int64 [n]."""
         ids = torch.empty(self.table.size, dtype=torch.int64)
         counts = torch.empty_like(ids)
-        self.table.export_rows(
-            0, len(ids), 0, _threads(), ids.data_ptr(), 0, 0, counts.data_ptr()
-        )
+        self.table.export_rows(0, len(ids), 0, _threads(), ids.data_ptr(), 0, 0, counts.data_ptr())
         return ids, counts
 
     def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
@@ -197,8 +195,15 @@ class CpuTable(Table):
     def stats(self) -> TableStats:
         size, capacity = self.engine.size, self.engine.capacity
         used = self.engine.bytes + (self.counter.table.bytes if self.counter else 0)
+        counters = self.engine.counters()
         return TableStats(
-            *self.engine.counters(),
+            hits=counters[0],
+            misses=counters[1],
+            inserts=counters[2],
+            evictions=counters[3],
+            failures=counters[4],
+            rejections=counters[5],
+            dropped_gradients=counters[6],
             size=size,
             capacity=capacity,
             load_factor=size / capacity,
@@ -275,7 +280,9 @@ class CpuTable(Table):
         if counts is not None:
             counts = self.check_counts(counts, len(ids))
         group = CpuTableGroup([self])
-        lookup = group.find_or_insert(ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted)
+        lookup = group.find_or_insert(
+            ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted
+        )
         batch = lookup.batches[0]
         embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype)
         pooling = Pooling(DynamicEmbPoolingMode.NONE, self.dtype, (1,))
