@@ -15,11 +15,6 @@ constexpr size_t kChunk = 8192;          // ids per task while splitting
 constexpr size_t kPartitionIds = 1024;   // aimed at per partition: its dedup fits the L1 cache
 constexpr size_t kMaxPartitions = 1024;  // write streams while splitting
 
-template <class T>
-std::unique_ptr<T[]> uninitialized(size_t n) {
-  return std::unique_ptr<T[]>(new T[n]);
-}
-
 }  // namespace
 
 // The slots of one wide bucket that may be evicted, smallest (score, slot) first. Scanning a wide
@@ -44,17 +39,22 @@ struct VictimQueue {
 Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, size_t n,
              const int64_t* counts)
     : table_(std::move(table)), mode_(mode), ids_(ids), counts_(counts), n_(n) {
-  part_ids_ = uninitialized<uint64_t>(n);
-  part_positions_ = uninitialized<uint32_t>(n);
-  entry_ids_ = uninitialized<uint64_t>(n);
-  entry_slots_ = uninitialized<uint32_t>(n);
-  entry_first_ = uninitialized<uint32_t>(n);
-  occurrence_end_ = uninitialized<uint32_t>(n);
-  occurrences_ = uninitialized<uint32_t>(n);
-  if (counts != nullptr || mode != BatchMode::kLocate) entry_counts_ = uninitialized<int64_t>(n);
-  entry_fate_ = uninitialized<uint8_t>(n);
-  if (mode != BatchMode::kLocate) rows_ = uninitialized<uint32_t>(n);
-  side_.resize(table_->stride_);
+  // Everything that has one element per occurrence, in one block.
+  memory_ = Scratch(3 * Scratch::bytes_for<uint64_t>(n) + Scratch::bytes_for<Span>(n) +
+                    6 * Scratch::bytes_for<uint32_t>(n) + Scratch::bytes_for<uint8_t>(n) + 64);
+  part_ids_ = memory_.take<uint64_t>(n);
+  entry_ids_ = memory_.take<uint64_t>(n);
+  if (mode != BatchMode::kLocate) entry_counts_ = memory_.take<int64_t>(n);
+  spans_ = memory_.take<Span>(n);
+  part_positions_ = memory_.take<uint32_t>(n);
+  entry_slots_ = memory_.take<uint32_t>(n);
+  entry_first_ = memory_.take<uint32_t>(n);
+  occurrences_ = memory_.take<uint32_t>(n);
+  entry_at_ = memory_.take<uint32_t>(n);
+  if (mode == BatchMode::kTrain) rows_ = memory_.take<uint32_t>(n);
+  entry_fate_ = memory_.take<uint8_t>(n);
+  side_stride_ = table_->stride_;
+  side_.resize(side_stride_);
 }
 
 // ---- splitting ----
@@ -62,7 +62,7 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
 size_t Batch::chunks() const { return (n_ + kChunk - 1) / kChunk; }
 
 uint32_t Batch::partition_of(uint64_t hash) const {
-  return static_cast<uint32_t>(bucket_of(hash, table_->buckets_) / buckets_per_partition_);
+  return static_cast<uint32_t>(bucket_of(hash, table_->buckets_) >> partition_shift_);
 }
 
 void Batch::count_chunk(size_t chunk) {
@@ -78,9 +78,9 @@ void Batch::plan_partitions() {
     const uint64_t buckets = table_->buckets_;
     const uint64_t most = table_->wide() ? 1 : kMaxPartitions;  // their map has one owner
     const uint64_t wanted = std::clamp<uint64_t>(n_ / kPartitionIds, 1, most);
-    // A power of two of buckets per partition makes partition_of a shift.
-    buckets_per_partition_ = std::bit_ceil((buckets + wanted - 1) / wanted);
-    partitions_ = (buckets + buckets_per_partition_ - 1) / buckets_per_partition_;
+    const uint64_t buckets_each = std::bit_ceil((buckets + wanted - 1) / wanted);
+    partition_shift_ = std::countr_zero(buckets_each);
+    partitions_ = (buckets + buckets_each - 1) / buckets_each;
     parts_.assign(partitions_, {});
     histogram_.assign(std::max<size_t>(1, chunks()) * partitions_, 0);
     return;
@@ -125,8 +125,8 @@ void Batch::scatter_chunk(size_t chunk) {
 void Batch::find(size_t partition) {
   Partition& p = parts_[partition];
   const uint32_t count = p.end - p.begin;
-  const uint64_t* ids = part_ids_.get() + p.begin;
-  const uint32_t* positions = part_positions_.get() + p.begin;
+  const uint64_t* ids = part_ids_ + p.begin;
+  const uint32_t* positions = part_positions_ + p.begin;
 
   thread_local std::vector<uint32_t> table, entry_of;
   const size_t table_size = std::bit_ceil<size_t>(2 * std::max(count, 8u));
@@ -150,24 +150,31 @@ void Batch::find(size_t partition) {
   p.unique = unique;
 
   // Occurrences grouped by entry, each group in order.
-  uint32_t* ends = occurrence_end_.get() + p.begin;
+  Span* spans = spans_ + p.begin;
   if (unique == count) {
-    for (uint32_t i = 0; i < count; ++i) ends[i] = p.begin + i + 1;
-    std::memcpy(occurrences_.get() + p.begin, positions, count * sizeof(uint32_t));
+    for (uint32_t i = 0; i < count; ++i) {
+      spans[i] = {p.begin + i, p.begin + i + 1};
+      entry_at_[positions[i]] = p.begin + i;
+    }
+    std::memcpy(occurrences_ + p.begin, positions, count * sizeof(uint32_t));
   } else {
-    std::fill_n(ends, unique, 0u);
-    for (uint32_t i = 0; i < count; ++i) ++ends[entry_of[i]];
+    std::fill_n(spans, unique, Span{0, 0});
+    for (uint32_t i = 0; i < count; ++i) ++spans[entry_of[i]].end;
     uint32_t offset = p.begin;
     for (uint32_t entry = 0; entry < unique; ++entry) {
-      const uint32_t length = ends[entry];
-      ends[entry] = offset;
+      const uint32_t length = spans[entry].end;
+      spans[entry] = {offset, offset};
       offset += length;
     }
-    for (uint32_t i = 0; i < count; ++i) occurrences_[ends[entry_of[i]]++] = positions[i];
+    for (uint32_t i = 0; i < count; ++i) {
+      Span& span = spans[entry_of[i]];
+      entry_at_[positions[i]] = span.end == span.begin ? p.begin + entry_of[i] : kNoSlot;
+      occurrences_[span.end++] = positions[i];
+    }
   }
   if (entry_counts_ != nullptr) {
     for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
-      const uint32_t begin = occurrences_begin(p, entry), end = occurrence_end_[entry];
+      const auto [begin, end] = spans_[entry];
       int64_t total = end - begin;
       if (counts_ != nullptr) {
         total = 0;
@@ -176,13 +183,13 @@ void Batch::find(size_t partition) {
       entry_counts_[entry] = total;
     }
   }
-  std::fill_n(entry_fate_.get() + p.begin, unique, uint8_t{kThere});
+  std::fill_n(entry_fate_ + p.begin, unique, uint8_t{kThere});
   locate(partition);
 }
 
 void Batch::locate(size_t partition) {
   Partition& p = parts_[partition];
-  table_->find(entry_ids_.get() + p.begin, p.unique, 1, entry_slots_.get() + p.begin);
+  table_->find(entry_ids_ + p.begin, p.unique, 1, entry_slots_ + p.begin);
   p.missing = 0;
   for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
     p.missing += entry_slots_[entry] == kNoSlot;
@@ -233,7 +240,8 @@ void Batch::admit(const bool* mask, const Initializer& initializer, const float*
   const auto rejected =
       static_cast<size_t>(std::count(admitted_.begin(), admitted_.end(), uint8_t{0}));
   if (rejected == 0) return;
-  side_.resize((1 + rejected) * stride);
+  side_stride_ = stride;
+  side_.assign((1 + rejected) * stride, std::byte{0});
   std::byte* to = side_.data() + stride;
   for (size_t i = 0; i < missing_.size(); ++i) {
     if (admitted_[i]) continue;
@@ -245,12 +253,7 @@ void Batch::admit(const bool* mask, const Initializer& initializer, const float*
     }
     to += stride;
   }
-  entry_side_ = uninitialized<uint32_t>(n_);
-  mark_rejected();
-}
-
-void Batch::mark_rejected() {
-  if (!entry_side_) return;
+  entry_side_.resize(n_);
   uint32_t side = 1;
   for (size_t i = 0; i < missing_.size(); ++i) {
     if (admitted_[i]) continue;
@@ -260,11 +263,27 @@ void Batch::mark_rejected() {
 }
 
 void Batch::resplit() {
-  // The missing ids and their order do not depend on how the batch is split.
-  if (entry_side_) {
-    collect_missing();
-    mark_rejected();
+  if (rejected_.empty()) return;
+  // By id: somebody else's batch may have inserted or removed some of them.
+  collect_missing();
+  for (const uint32_t entry : missing_) {
+    const uint64_t id = entry_ids_[entry];
+    const auto at = std::lower_bound(rejected_.begin(), rejected_.end(), std::pair{id, 0u});
+    if (at == rejected_.end() || at->first != id) continue;
+    entry_fate_[entry] = kRejected;
+    entry_side_[entry] = at->second;
   }
+}
+
+void Batch::fit_side() {
+  const size_t stride = table_->stride_, rows = side_.size() / side_stride_;
+  if (stride == side_stride_) return;
+  std::vector<std::byte> fitted(rows * stride);
+  for (size_t i = 0; i < rows; ++i)
+    std::memcpy(fitted.data() + i * stride, side_.data() + i * side_stride_,
+                table_->embedding_bytes_);
+  side_ = std::move(fitted);
+  side_stride_ = stride;
 }
 
 void Batch::protect(Batch& other) {
@@ -285,7 +304,15 @@ bool Batch::prepare_commit() {
   }
   bool again = incoming != 0 && table_->grow_for(incoming);
   again = again || found_at_ != table_->changes_;  // somebody else's batch came between
-  if (again) histogram_.clear();
+  if (again) {
+    histogram_.clear();
+    rejected_.clear();
+    if (!entry_side_.empty())
+      for (const uint32_t entry : missing_)
+        if (entry_fate_[entry] == kRejected)
+          rejected_.emplace_back(entry_ids_[entry], entry_side_[entry]);
+    std::sort(rejected_.begin(), rejected_.end());
+  }
   if (stamp_ == 0) stamp_ = table_->begin_batch();
   return again;
 }
@@ -320,9 +347,11 @@ void Batch::write_given(uint32_t entry, uint32_t slot, bool fresh) {
   Table& t = *table_;
   Record& record = t.records_[slot];
   std::byte* row = t.row(slot);
-  const size_t last = occurrences_[occurrence_end_[entry] - 1];
+  const size_t last = occurrences_[spans_[entry].end - 1];
   if (given_.embeddings != nullptr)
     std::memcpy(row, given_.embeddings + last * t.embedding_bytes_, t.embedding_bytes_);
+  else if (fresh)
+    initialize_row(t.config_.initializer, entry_ids_[entry], row);
   if (given_.state != nullptr) {
     const float* state = given_.state + last * t.state_.dim();
     std::memcpy(t.row_state(row), state, t.state_.columns * sizeof(float));
@@ -425,8 +454,8 @@ void Batch::publish(const Partition& p) {
     } else {
       row = kSideRow | (entry_fate_[entry] == kRejected ? entry_side_[entry] : 0);
     }
-    const uint32_t end = occurrence_end_[entry];
-    for (uint32_t i = occurrences_begin(p, entry); i < end; ++i) rows_[occurrences_[i]] = row;
+    const auto [begin, end] = spans_[entry];
+    for (uint32_t i = begin; i < end; ++i) rows_[occurrences_[i]] = row;
   }
 }
 
@@ -516,7 +545,7 @@ void Batch::slots(int64_t* out) const {
       const int64_t slot = there                             ? int64_t{entry_slots_[entry]}
                            : entry_fate_[entry] == kRejected ? -2
                                                              : -1;
-      for (uint32_t i = occurrences_begin(p, entry); i < occurrence_end_[entry]; ++i)
+      for (uint32_t i = spans_[entry].begin; i < spans_[entry].end; ++i)
         out[occurrences_[i]] = slot;
     }
 }
@@ -524,7 +553,7 @@ void Batch::slots(int64_t* out) const {
 void Batch::written(bool* out) const {
   for (const Partition& p : parts_)
     for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
-      for (uint32_t i = occurrences_begin(p, entry); i < occurrence_end_[entry]; ++i)
+      for (uint32_t i = spans_[entry].begin; i < spans_[entry].end; ++i)
         out[occurrences_[i]] = entry_slots_[entry] != kNoSlot;
 }
 

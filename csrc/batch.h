@@ -88,6 +88,9 @@ class Batch {
   friend class Group;
 
   enum Fate : uint8_t { kThere, kFailed, kRejected };
+  struct Span {
+    uint32_t begin, end;
+  };
   struct Partition {
     uint32_t begin = 0, end = 0;  // occurrences
     uint32_t unique = 0;          // entries used from `begin` on
@@ -100,16 +103,13 @@ class Batch {
   };
 
   uint32_t partition_of(uint64_t hash) const;
-  uint32_t occurrences_begin(const Partition& p, uint32_t entry) const {
-    return entry == p.begin ? p.begin : occurrence_end_[entry - 1];
-  }
   void update_hit(uint32_t entry, uint32_t slot, const BatchScore& score);
   void write_given(uint32_t entry, uint32_t slot, bool fresh);
   void insert(Partition& p, uint32_t entry, const BatchScore& score, struct VictimQueue* queue);
   void hand_back(Partition& p, uint32_t entry, uint32_t slot);
   void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;
   void publish(const Partition& p);
-  void mark_rejected();
+  void fit_side();  // after the table's rows changed their stride
 
   std::shared_ptr<Table> table_;
   BatchMode mode_;
@@ -123,24 +123,28 @@ class Batch {
   uint64_t found_at_ = 0;  // the table's change count when the ids were looked up
 
   size_t partitions_ = 1;
-  uint64_t buckets_per_partition_ = 1;
+  int partition_shift_ = 0;          // log2 of the buckets per partition
   std::vector<uint32_t> histogram_;  // chunk-major
+  Scratch memory_;                   // of the arrays below
   std::vector<Partition> parts_;
-  std::unique_ptr<uint64_t[]> part_ids_;
-  std::unique_ptr<uint32_t[]> part_positions_;
+  uint64_t* part_ids_ = nullptr;
+  uint32_t* part_positions_ = nullptr;
   // Distinct ids, at [begin, begin + unique) of their partition.
-  std::unique_ptr<uint64_t[]> entry_ids_;
-  std::unique_ptr<uint32_t[]> entry_slots_;
-  std::unique_ptr<uint32_t[]> entry_first_;  // position of the first occurrence
-  std::unique_ptr<int64_t[]> entry_counts_;  // only where something counts
-  std::unique_ptr<uint32_t[]> occurrence_end_;
-  std::unique_ptr<uint32_t[]> occurrences_;  // positions, grouped by entry
-  std::unique_ptr<uint8_t[]> entry_fate_;
-  std::unique_ptr<uint32_t[]> rows_;        // per occurrence: row number for RowSource
-  std::vector<uint32_t> missing_;           // entries, in order of first occurrence
-  std::vector<uint8_t> admitted_;           // flags of the missing entries
-  std::vector<std::byte> side_;             // row 0: zeros; then rejected rows
-  std::unique_ptr<uint32_t[]> entry_side_;  // side row of a rejected entry
+  uint64_t* entry_ids_ = nullptr;
+  uint32_t* entry_slots_ = nullptr;
+  uint32_t* entry_first_ = nullptr;  // position of the first occurrence
+  int64_t* entry_counts_ = nullptr;  // only where something counts
+  Span* spans_ = nullptr;            // an entry's part of occurrences_
+  uint32_t* occurrences_ = nullptr;  // positions, grouped by entry
+  uint32_t* entry_at_ = nullptr;     // per position: the entry that occurs first there
+  uint8_t* entry_fate_ = nullptr;
+  uint32_t* rows_ = nullptr;       // per occurrence: row number for RowSource
+  std::vector<uint32_t> missing_;  // entries, in order of first occurrence
+  std::vector<uint8_t> admitted_;  // flags of the missing entries
+  std::vector<std::byte> side_;    // row 0: zeros; then rejected rows
+  size_t side_stride_ = 0;
+  std::vector<uint32_t> entry_side_;                     // side row of a rejected entry
+  std::vector<std::pair<uint64_t, uint32_t>> rejected_;  // (id, side row), while splitting again
   Counters counters_;
   Evicted evicted_;
 };

@@ -399,6 +399,11 @@ NB_MODULE(_engine, m) {
       "first_decrease",
       [](Address offsets, size_t count) -> int64_t {
         const auto* values = at<int64_t>(offsets);
+        int64_t sign = 0;  // one pass that vectorises; differences of valid offsets do not overflow
+        for (size_t i = 1; i < count; ++i)
+          sign |= static_cast<int64_t>(static_cast<uint64_t>(values[i]) -
+                                       static_cast<uint64_t>(values[i - 1]));
+        if (sign >= 0) return -1;
         for (size_t i = 1; i < count; ++i)
           if (values[i] < values[i - 1]) return static_cast<int64_t>(i);
         return -1;

@@ -61,6 +61,8 @@ void pool_bags(const Segment& segment, const Pooling& pooling, const RowSource& 
   }
 }
 
+}  // namespace
+
 // Occurrence -> its gradient row and the factor it entered the output with.
 class Gradients {
  public:
@@ -93,6 +95,12 @@ class Gradients {
     return gradient_ + index * bytes_of(pooling_.type);
   }
 
+  DataType type() const { return pooling_.type; }
+  // Whether the gradient of an occurrence is the fp32 row itself.
+  bool plain() const {
+    return pooling_.type == DataType::kFloat32 && pooling_.weights == nullptr && !pooling_.mean;
+  }
+
   float scale(size_t occurrence) const {
     float scale = pooling_.weights != nullptr ? pooling_.weights[occurrence] : 1.0f;
     if (pooling_.mean) {
@@ -109,6 +117,12 @@ class Gradients {
     const uint32_t dim = segment.table->config().dim;
     const size_t bytes = dim * bytes_of(pooling_.type);
     const auto accumulate = kernels().accumulate;
+    if (plain() && !pooling_.pooled && clamp == 0 && count <= kSumBlock) {
+      const std::byte* rows = row(segment, segment.id_begin);
+      const RowSource source{rows, nullptr, pooling_.stride * sizeof(float), dim, pooling_.type};
+      const Bag bag{occurrences, nullptr, count, count, 1.0f};
+      return kernels().pool(source, bag, DataType::kFloat32, sum);
+    }
     std::fill_n(sum, dim, 0.0f);
     for (uint32_t block = 0; block < count; block += kSumBlock) {
       float* into = count <= kSumBlock ? sum : scratch;
@@ -129,6 +143,8 @@ class Gradients {
   const std::byte* gradient_;
   std::unique_ptr<uint32_t[]> bag_of_;
 };
+
+namespace {
 
 struct PartitionTask {
   size_t segment, partition;
@@ -181,8 +197,10 @@ void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids, con
 
 void Group::refresh(std::span<const Segment> segments, int threads) {
   std::vector<Segment> stale;
-  for (const Segment& segment : segments)
+  for (const Segment& segment : segments) {
+    segment.batch->fit_side();
     if (segment.batch->stale()) stale.push_back(segment);
+  }
   if (stale.empty()) return;
   const auto tasks = partition_tasks(stale);
   parallel_for(threads, tasks.size(), [&](size_t task) {
@@ -207,10 +225,10 @@ void Group::read(std::span<const Segment> segments, const Pooling& pooling, void
     if (pooling.pooled) {
       const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
       const auto first = static_cast<size_t>(offsets[begin]);
-      pool_bags(segment, pooling, source, batch.rows_.get() + (first - segment.id_begin), first,
-                begin, end, out);
+      pool_bags(segment, pooling, source, batch.rows_ + (first - segment.id_begin), first, begin,
+                end, out);
     } else {
-      kernels().gather(source, batch.rows_.get() + begin, end - begin, pooling.type,
+      kernels().gather(source, batch.rows_ + begin, end - begin, pooling.type,
                        element(out, pooling.type, (segment.id_begin + begin) * pooling.stride),
                        pooling.stride);
     }
@@ -221,60 +239,80 @@ void Group::update(std::span<const Segment> segments, const Pooling& pooling, co
                    std::span<const OptimizerStep> steps, int threads) {
   refresh(segments, threads);
   const Gradients gradients(segments, pooling, gradient, threads);
-  const auto tasks = partition_tasks(segments);
+  // A row is updated by the task of its first occurrence, so that gradients are read in order.
+  const std::vector<Task> tasks = output_tasks(segments, Pooling{});
   std::vector<uint64_t> dropped(tasks.size(), 0);
   parallel_for(threads, tasks.size(), [&](size_t task) {
-    const Segment& segment = segments[tasks[task].segment];
-    const OptimizerStep& step = steps[tasks[task].segment];
-    const Table& table = *segment.table;
-    const Batch& batch = *segment.batch;
-    const auto& p = batch.parts_[tasks[task].partition];
-    const uint32_t dim = table.config_.dim, end = p.begin + p.unique;
-    const bool in_place = table.config_.type == DataType::kFloat32;
-    const auto optimize = kernels().optimize[static_cast<size_t>(step.kind)];
-    thread_local std::vector<float> buffers;
-    buffers.resize(3 * size_t{dim});
-    float* sum = buffers.data();
-    float* scratch = sum + dim;
-    float* wide = scratch + dim;
-    constexpr uint32_t kDistance = 8;
-    for (uint32_t entry = p.begin; entry < end; ++entry) {
-      if (const uint32_t ahead = entry + kDistance; ahead < end) {
-        if (const uint32_t slot = batch.entry_slots_[ahead]; slot != kNoSlot) {
-          prefetch_bytes(table.row(slot), table.stride_);
-          if (table.state_.scalar) prefetch(&table.records_[slot]);
-        }
-        const uint32_t occurrence = batch.occurrences_[batch.occurrences_begin(p, ahead)];
-        prefetch_bytes(gradients.row(segment, segment.id_begin + occurrence),
-                       dim * bytes_of(pooling.type));
-      }
-      if (batch.entry_fate_[entry] != Batch::kThere) continue;
-      const uint32_t slot = batch.entry_slots_[entry];
-      if (slot == kNoSlot) {  // evicted or erased between forward and backward
-        ++dropped[task];
-        continue;
-      }
-      const uint32_t begin = batch.occurrences_begin(p, entry);
-      gradients.sum(segment, batch.occurrences_.get() + begin, batch.occurrence_end_[entry] - begin,
-                    step.max_gradient, sum, scratch);
-      std::byte* row = table.row(slot);
-      float* scalar = &table.records_[slot].scalar;
-      if (in_place) {
-        optimize(reinterpret_cast<float*>(row), table.row_state(row), scalar, sum, dim, step);
-        continue;
-      }
-      kernels().widen(table.config_.type, row, wide, dim);
-      optimize(wide, table.row_state(row), scalar, sum, dim, step);
-      if (step.stochastic_rounding) {
-        kernels().narrow_stochastic(table.config_.type, wide, row, dim, step.rounding_seed,
-                                    batch.entry_ids_[entry], step.step);
-      } else {
-        kernels().narrow(table.config_.type, wide, row, dim);
-      }
-    }
+    const auto [s, begin, end] = tasks[task];
+    dropped[task] = update_range(segments[s], gradients, steps[s], begin, end);
   });
   for (size_t i = 0; i < tasks.size(); ++i)
     segments[tasks[i].segment].table->counters_.dropped_gradients += dropped[i];
+}
+
+uint64_t Group::update_range(const Segment& segment, const Gradients& gradients,
+                             const OptimizerStep& step, size_t begin, size_t end) {
+  const Table& table = *segment.table;
+  const Batch& batch = *segment.batch;
+  const uint32_t dim = table.config_.dim;
+  const size_t gradient_bytes = dim * bytes_of(gradients.type());
+  const bool in_place = table.config_.type == DataType::kFloat32;
+  const bool direct = gradients.plain() && step.max_gradient == 0;
+  const Kernels& kernel = kernels();
+  const auto optimize = kernel.optimize[static_cast<size_t>(step.kind)];
+  thread_local std::vector<float> buffers;
+  buffers.resize(3 * size_t{dim});
+  float* sum = buffers.data();
+  float* scratch = sum + dim;
+  float* wide = scratch + dim;
+  uint64_t dropped = 0;
+  constexpr size_t kDistance = 8;   // rows between a prefetch and its use
+  constexpr uint32_t kFetched = 4;  // gradients of a row that are fetched so far ahead
+  for (size_t position = begin; position < end; ++position) {
+    if (const size_t ahead = position + kDistance; ahead < end) {
+      const uint32_t entry = batch.entry_at_[ahead];
+      if (entry != kNoSlot && batch.entry_slots_[entry] != kNoSlot) {
+        const uint32_t slot = batch.entry_slots_[entry];
+        prefetch_bytes(table.row(slot), table.stride_);
+        if (table.state_.scalar) prefetch(&table.records_[slot]);
+        const auto [first, last] = batch.spans_[entry];
+        const uint32_t fetched = std::min(last, first + kFetched);
+        for (uint32_t i = first; i < fetched; ++i)
+          prefetch_bytes(gradients.row(segment, segment.id_begin + batch.occurrences_[i]),
+                         gradient_bytes);
+      }
+    }
+    const uint32_t entry = batch.entry_at_[position];
+    if (entry == kNoSlot || batch.entry_fate_[entry] != Batch::kThere) continue;
+    const uint32_t slot = batch.entry_slots_[entry];
+    if (slot == kNoSlot) {  // evicted or erased between forward and backward
+      ++dropped;
+      continue;
+    }
+    const auto [first, last] = batch.spans_[entry];
+    const uint32_t count = last - first;
+    const float* total = sum;
+    if (direct && count == 1) {
+      total = reinterpret_cast<const float*>(gradients.row(segment, segment.id_begin + position));
+    } else {
+      gradients.sum(segment, batch.occurrences_ + first, count, step.max_gradient, sum, scratch);
+    }
+    std::byte* row = table.row(slot);
+    float* scalar = &table.records_[slot].scalar;
+    if (in_place) {
+      optimize(reinterpret_cast<float*>(row), table.row_state(row), scalar, total, sum, dim, step);
+      continue;
+    }
+    kernel.widen(table.config_.type, row, wide, dim);
+    optimize(wide, table.row_state(row), scalar, total, sum, dim, step);
+    if (step.stochastic_rounding) {
+      kernel.narrow_stochastic(table.config_.type, wide, row, dim, step.rounding_seed,
+                               batch.entry_ids_[entry], step.step);
+    } else {
+      kernel.narrow(table.config_.type, wide, row, dim);
+    }
+  }
+  return dropped;
 }
 
 void Group::weight_gradient(std::span<const Segment> segments, const Pooling& pooling,
@@ -323,9 +361,9 @@ size_t Group::reduce(const Segment& segment, const Pooling& pooling, const void*
     size_t to = start[p];
     for (uint32_t entry = part.begin; entry < part.begin + part.unique; ++entry) {
       if (batch.entry_fate_[entry] != Batch::kThere) continue;
-      const uint32_t begin = batch.occurrences_begin(part, entry);
-      gradients.sum(segment, batch.occurrences_.get() + begin, batch.occurrence_end_[entry] - begin,
-                    max_gradient, sums + to * dim, scratch.data());
+      const auto [first, last] = batch.spans_[entry];
+      gradients.sum(segment, batch.occurrences_ + first, last - first, max_gradient,
+                    sums + to * dim, scratch.data());
       ids[to++] = batch.entry_ids_[entry];
     }
   });

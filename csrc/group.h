@@ -31,6 +31,8 @@ struct Segment {
   size_t column = 0;
 };
 
+class Gradients;
+
 class Group {
  public:
   // Evaluation: finds only. `ids` are those of the whole call.
@@ -52,6 +54,9 @@ class Group {
 
  private:
   static void refresh(std::span<const Segment> segments, int threads);
+  // Updates the rows whose first occurrence is in [begin, end); returns how many were gone.
+  static uint64_t update_range(const Segment& segment, const Gradients& gradients,
+                               const OptimizerStep& step, size_t begin, size_t end);
 };
 
 }  // namespace dynamicemb

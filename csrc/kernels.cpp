@@ -16,8 +16,8 @@
   void pool(const RowSource&, const Bag&, DataType, void*);                                      \
   void accumulate(DataType, const void*, float, float, float*, uint32_t);                        \
   float dot(const float*, const float*, uint32_t);                                               \
-  extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, float*, uint32_t,       \
-                                                 const OptimizerStep&);                          \
+  extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*,   \
+                                                 uint32_t, const OptimizerStep&);                \
   Kernels table() {                                                                              \
     Kernels k{#variant,          find,   free_position, victim,     initialize, widen, narrow,   \
               narrow_stochastic, gather, pool,          accumulate, dot,        {}};             \

@@ -34,6 +34,7 @@ struct IndexView {
   const uint64_t* keys;
   uint64_t num_buckets;
   uint32_t width;
+  bool sparse;  // most ids sit in the lower half of their bucket: a hint, for speed only
 };
 
 // Rows to read from: a row number with the top bit set is a row of `side` (rows that are not in
@@ -136,9 +137,10 @@ struct Kernels {
                      uint32_t dim);
   // sum over columns of a * b, in the fixed order of this library
   float (*dot)(const float* a, const float* b, uint32_t dim);
-  // One update of a row; `gradient` may be overwritten.
-  void (*optimize[kOptimizerKinds])(float* weights, float* state, float* scalar, float* gradient,
-                                    uint32_t dim, const OptimizerStep& step);
+  // One update of a row. `scratch` has room for dim numbers and may be `gradient`.
+  void (*optimize[kOptimizerKinds])(float* weights, float* state, float* scalar,
+                                    const float* gradient, float* scratch, uint32_t dim,
+                                    const OptimizerStep& step);
 };
 
 // The variant for this processor. DYNAMICEMB_ISA=baseline|avx2|avx512 forces a lesser one.

@@ -47,64 +47,127 @@ inline uint64_t match64(const uint8_t* digests, uint8_t digest) {
 #endif
 }
 
+constexpr size_t kBlock = 16;     // ids that go through a step together
 constexpr size_t kDistance = 16;  // ids between a prefetch and its use
 constexpr size_t kRing = 64;      // more than two distances, a power of two
 
-// The usual width: both lines of digests are read at once, the first two candidates are fetched
-// before they are compared.
-void find128(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
-  constexpr uint32_t kWidth = 128;
-  struct Probe {
-    uint32_t base;  // slot of the bucket's first position
-    uint8_t digest;
-    uint64_t low, high;
-  } ring[kRing];
-  for (size_t i = 0; i < n + 2 * kDistance; ++i) {
-    if (i < n) {
-      const uint64_t hash = hash_id(ids[i]);
-      const auto base = static_cast<uint32_t>(bucket_of(hash, index.num_buckets) * kWidth);
-      Probe& probe = ring[i % kRing];
-      probe.base = base;
-      probe.digest = digest_of(hash);
-      prefetch(index.digests + base);
-      prefetch(index.digests + base + 64);
+// The usual width, 128: two lines of digests per bucket. Ids pass in blocks through steps that are
+// a block apart, so that memory answers while other blocks are worked on.
+struct Probe {
+  uint32_t base;  // slot of the bucket's first position
+  uint32_t digest;
+  uint64_t low, high;  // candidates in the two lines
+};
+
+inline void hash_step(const IndexView& index, uint64_t id, Probe& probe) {
+  const uint64_t hash = hash_id(id);
+  probe.base = static_cast<uint32_t>(bucket_of(hash, index.num_buckets) * 128);
+  probe.digest = digest_of(hash);
+  prefetch(index.digests + probe.base);
+}
+
+inline uint32_t first_equal(const uint64_t* keys, uint64_t mask, uint64_t id) {
+  for (; mask != 0; mask &= mask - 1) {
+    const auto position = static_cast<uint32_t>(__builtin_ctzll(mask));
+    if (keys[position] == id) return position;
+  }
+  return kNoSlot;
+}
+
+inline uint32_t compare_step(const IndexView& index, uint64_t id, const Probe& probe) {
+  const uint64_t* keys = index.keys + probe.base;
+  uint32_t position = first_equal(keys, probe.low, id);
+  if (position != kNoSlot) return probe.base + position;
+  position = first_equal(keys + 64, probe.high, id);
+  return position == kNoSlot ? kNoSlot : probe.base + 64 + position;
+}
+
+// Buckets that are about half full: the second line is fetched only for ids without a candidate
+// in the first.
+void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
+  Probe ring[4][kBlock];
+  const size_t blocks = (n + kBlock - 1) / kBlock;
+  for (size_t step = 0; step < blocks + 3; ++step) {
+    if (step < blocks) {
+      const size_t begin = step * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      Probe* block = ring[step % 4];
+      for (size_t i = 0; i < count; ++i) hash_step(index, ids[begin + i], block[i]);
     }
-    if (i >= kDistance && i - kDistance < n) {
-      Probe& probe = ring[(i - kDistance) % kRing];
-      const uint8_t* digests = index.digests + probe.base;
-      uint64_t low = match64(digests, probe.digest);
-      uint64_t high = match64(digests + 64, probe.digest);
-      probe.low = low;
-      probe.high = high;
-      const uint64_t* keys = index.keys + probe.base;
-      if (low != 0) prefetch(keys + __builtin_ctzll(low));
-      low &= low - 1;
-      if (low != 0) prefetch(keys + __builtin_ctzll(low));
-      if (high != 0) prefetch(keys + 64 + __builtin_ctzll(high));
+    if (step >= 1 && step - 1 < blocks) {
+      const size_t begin = (step - 1) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      Probe* block = ring[(step - 1) % 4];
+      for (size_t i = 0; i < count; ++i) {
+        const uint8_t* digests = index.digests + block[i].base;
+        const uint64_t low = match64(digests, static_cast<uint8_t>(block[i].digest));
+        block[i].low = low;
+        const void* key = index.keys + block[i].base + __builtin_ctzll(low | (uint64_t{1} << 63));
+        prefetch(low != 0 ? key : digests + 64);
+      }
     }
-    if (i >= 2 * kDistance) {
-      const size_t at = i - 2 * kDistance;
-      const Probe& probe = ring[at % kRing];
-      const uint64_t id = ids[at];
-      const uint64_t* keys = index.keys + probe.base;
-      uint32_t slot = kNoSlot;
-      for (uint64_t mask = probe.low; mask != 0; mask &= mask - 1) {
-        const auto position = static_cast<uint32_t>(__builtin_ctzll(mask));
-        if (keys[position] == id) {
-          slot = probe.base + position;
-          break;
-        }
+    if (step >= 2 && step - 2 < blocks) {
+      const size_t begin = (step - 2) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      Probe* block = ring[(step - 2) % 4];
+      for (size_t i = 0; i < count; ++i) {
+        const uint64_t low = block[i].low, more = low & (low - 1);
+        if (more != 0) prefetch(index.keys + block[i].base + __builtin_ctzll(more));
+        if (low != 0) continue;
+        const uint8_t* digests = index.digests + block[i].base + 64;
+        const uint64_t high = match64(digests, static_cast<uint8_t>(block[i].digest));
+        block[i].high = high;
+        if (high != 0) prefetch(index.keys + block[i].base + 64 + __builtin_ctzll(high));
       }
-      if (slot == kNoSlot) {
-        for (uint64_t mask = probe.high; mask != 0; mask &= mask - 1) {
-          const auto position = 64 + static_cast<uint32_t>(__builtin_ctzll(mask));
-          if (keys[position] == id) {
-            slot = probe.base + position;
-            break;
-          }
+    }
+    if (step >= 3) {
+      const size_t begin = (step - 3) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      Probe* block = ring[(step - 3) % 4];
+      for (size_t i = 0; i < count; ++i) {
+        Probe& probe = block[i];
+        const uint32_t position = first_equal(index.keys + probe.base, probe.low, ids[begin + i]);
+        if (position != kNoSlot) {
+          slots[begin + i] = probe.base + position;
+          continue;
         }
+        if (probe.low != 0)  // only false candidates
+          probe.high = match64(index.digests + probe.base + 64, static_cast<uint8_t>(probe.digest));
+        probe.low = 0;
+        slots[begin + i] = compare_step(index, ids[begin + i], probe);
       }
-      slots[at] = slot;
+    }
+  }
+}
+
+// Full buckets: both lines are fetched at once.
+void find128_dense(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
+  Probe ring[4][kBlock];
+  const size_t blocks = (n + kBlock - 1) / kBlock;
+  for (size_t step = 0; step < blocks + 2; ++step) {
+    if (step < blocks) {
+      const size_t begin = step * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      Probe* block = ring[step % 4];
+      for (size_t i = 0; i < count; ++i) {
+        hash_step(index, ids[begin + i], block[i]);
+        prefetch(index.digests + block[i].base + 64);
+      }
+    }
+    if (step >= 1 && step - 1 < blocks) {
+      const size_t begin = (step - 1) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      Probe* block = ring[(step - 1) % 4];
+      for (size_t i = 0; i < count; ++i) {
+        const uint8_t* digests = index.digests + block[i].base;
+        const auto digest = static_cast<uint8_t>(block[i].digest);
+        const uint64_t low = match64(digests, digest), high = match64(digests + 64, digest);
+        block[i].low = low;
+        block[i].high = high;
+        const uint64_t* keys = index.keys + block[i].base;
+        if (low != 0) prefetch(keys + __builtin_ctzll(low));
+        if (high != 0) prefetch(keys + 64 + __builtin_ctzll(high));
+      }
+    }
+    if (step >= 2) {
+      const size_t begin = (step - 2) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
+      const Probe* block = ring[(step - 2) % 4];
+      for (size_t i = 0; i < count; ++i)
+        slots[begin + i] = compare_step(index, ids[begin + i], block[i]);
     }
   }
 }
@@ -156,11 +219,9 @@ void find_any(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* s
 }  // namespace
 
 void find(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
-  if (index.width == 128) {
-    find128(index, ids, n, slots);
-  } else {
-    find_any(index, ids, n, slots);
-  }
+  if (index.width != 128) return find_any(index, ids, n, slots);
+  if (index.sparse) return find128_sparse(index, ids, n, slots);
+  find128_dense(index, ids, n, slots);
 }
 
 uint32_t free_position(const uint8_t* digests, uint32_t width) {

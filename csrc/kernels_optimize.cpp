@@ -8,29 +8,37 @@ namespace dynamicemb::DYNAMICEMB_VARIANT {
 namespace {
 
 using Float = float* __restrict;
+using Gradient = const float* __restrict;
 
-// The sign of the objective and weight decay, which all optimizers share.
-inline void prepare(Float weights, Float gradient, uint32_t dim, const OptimizerStep& step) {
-  if (step.maximize)
-    for (uint32_t i = 0; i < dim; ++i) gradient[i] = -gradient[i];
-  if (step.weight_decay == 0) return;
+// The sign of the objective and weight decay, which all optimizers share. Returns the gradient to
+// use: the given one, or `scratch`.
+inline const float* prepare(float* weights, const float* gradient, float* scratch, uint32_t dim,
+                            const OptimizerStep& step) {
+  if (step.maximize) {
+    for (uint32_t i = 0; i < dim; ++i) scratch[i] = -gradient[i];
+    gradient = scratch;
+  }
+  if (step.weight_decay == 0) return gradient;
   if (step.decoupled_decay) {
     for (uint32_t i = 0; i < dim; ++i) weights[i] = weights[i] * step.decay_factor;
-  } else {
-    for (uint32_t i = 0; i < dim; ++i) gradient[i] = gradient[i] + step.weight_decay * weights[i];
+    return gradient;
   }
+  for (uint32_t i = 0; i < dim; ++i) scratch[i] = gradient[i] + step.weight_decay * weights[i];
+  return scratch;
 }
 
-void sgd(float* w, float*, float*, float* g, uint32_t dim, const OptimizerStep& step) {
-  Float weights = w, gradient = g;
-  prepare(weights, gradient, dim, step);
+void sgd(float* w, float*, float*, const float* g, float* scratch, uint32_t dim,
+         const OptimizerStep& step) {
+  Float weights = w;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   const float rate = -step.learning_rate;
   for (uint32_t i = 0; i < dim; ++i) weights[i] = std::fma(rate, gradient[i], weights[i]);
 }
 
-void momentum(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
-  Float weights = w, gradient = g, buffer = state;
-  prepare(weights, gradient, dim, step);
+void momentum(float* w, float* state, float*, const float* g, float* scratch, uint32_t dim,
+              const OptimizerStep& step) {
+  Float weights = w, buffer = state;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   const float rate = -step.learning_rate, keep = 1.0f - step.dampening;
   for (uint32_t i = 0; i < dim; ++i) {
     buffer[i] = step.momentum * buffer[i] + keep * gradient[i];
@@ -39,9 +47,10 @@ void momentum(float* w, float* state, float*, float* g, uint32_t dim, const Opti
   }
 }
 
-void adam(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
-  Float weights = w, gradient = g, first = state, second = state + dim;
-  prepare(weights, gradient, dim, step);
+void adam(float* w, float* state, float*, const float* g, float* scratch, uint32_t dim,
+          const OptimizerStep& step) {
+  Float weights = w, first = state, second = state + dim;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   const float new1 = step.one_minus_beta1, new2 = step.one_minus_beta2, rate = -step.adam_rate;
   for (uint32_t i = 0; i < dim; ++i) {
     const float m = std::fma(new1, gradient[i] - first[i], first[i]);
@@ -53,9 +62,10 @@ void adam(float* w, float* state, float*, float* g, uint32_t dim, const Optimize
   }
 }
 
-void adagrad(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
-  Float weights = w, gradient = g, sum = state;
-  prepare(weights, gradient, dim, step);
+void adagrad(float* w, float* state, float*, const float* g, float* scratch, uint32_t dim,
+             const OptimizerStep& step) {
+  Float weights = w, sum = state;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   for (uint32_t i = 0; i < dim; ++i) {
     sum[i] = sum[i] + gradient[i] * gradient[i];
     weights[i] =
@@ -63,19 +73,19 @@ void adagrad(float* w, float* state, float*, float* g, uint32_t dim, const Optim
   }
 }
 
-void rowwise_adagrad(float* w, float*, float* scalar, float* g, uint32_t dim,
+void rowwise_adagrad(float* w, float*, float* scalar, const float* g, float* scratch, uint32_t dim,
                      const OptimizerStep& step) {
-  Float weights = w, gradient = g;
-  prepare(weights, gradient, dim, step);
+  Float weights = w;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   *scalar = *scalar + dot(gradient, gradient, dim) / static_cast<float>(dim);
   const float rate = step.learning_rate / (std::sqrt(*scalar) + step.epsilon);
   for (uint32_t i = 0; i < dim; ++i) weights[i] = weights[i] - rate * gradient[i];
 }
 
-void partial_rowwise_adam(float* w, float* state, float* scalar, float* g, uint32_t dim,
-                          const OptimizerStep& step) {
-  Float weights = w, gradient = g, first = state;
-  prepare(weights, gradient, dim, step);
+void partial_rowwise_adam(float* w, float* state, float* scalar, const float* g, float* scratch,
+                          uint32_t dim, const OptimizerStep& step) {
+  Float weights = w, first = state;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   const float new1 = step.one_minus_beta1;
   const float mean_square = dot(gradient, gradient, dim) / static_cast<float>(dim);
   *scalar = step.beta2 * *scalar + step.one_minus_beta2 * mean_square;
@@ -88,9 +98,10 @@ void partial_rowwise_adam(float* w, float* state, float* scalar, float* g, uint3
 }
 
 // FTRL-Proximal (McMahan et al. 2013) with the learning-rate power -1/2.
-void ftrl(float* w, float* state, float*, float* g, uint32_t dim, const OptimizerStep& step) {
-  Float weights = w, gradient = g, z = state, n = state + dim;
-  prepare(weights, gradient, dim, step);
+void ftrl(float* w, float* state, float*, const float* g, float* scratch, uint32_t dim,
+          const OptimizerStep& step) {
+  Float weights = w, z = state, n = state + dim;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
   for (uint32_t i = 0; i < dim; ++i) {
     const float before = std::sqrt(n[i]);
     n[i] = n[i] + gradient[i] * gradient[i];
@@ -106,7 +117,7 @@ void ftrl(float* w, float* state, float*, float* g, uint32_t dim, const Optimize
 
 }  // namespace
 
-void (*const optimize[kOptimizerKinds])(float*, float*, float*, float*, uint32_t,
+void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*, uint32_t,
                                         const OptimizerStep&) = {
     sgd, momentum, adam, adagrad, rowwise_adagrad, partial_rowwise_adam, ftrl,
 };

@@ -38,7 +38,8 @@ inline float to_float(Half value) {
 #else
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t exponent = (value.bits >> 10) & 31, mantissa = value.bits & 0x3ff;
-  if (exponent == 31) return float_of(sign | 0x7f800000 | (mantissa << 13));
+  if (exponent == 31)  // a NaN becomes a quiet one, as in hardware
+    return float_of(sign | 0x7f800000 | (mantissa << 13) | (mantissa != 0 ? 0x400000 : 0));
   if (exponent != 0) return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
   const float tiny = static_cast<float>(mantissa) * 0x1p-24f;
   return float_of(sign | bits_of(tiny));
@@ -212,8 +213,8 @@ void accumulate_row(const T* gradient, float clamp, float scale, float* sum, uin
 
 inline void round_stochastic(float value, uint32_t random, BFloat& out) {
   const uint32_t bits = bits_of(value);
-  const bool finite = (bits & 0x7f800000) != 0x7f800000;
-  out.bits = static_cast<uint16_t>((bits + (finite ? random & 0xffff : 0)) >> 16);
+  if ((bits & 0x7f800000) == 0x7f800000) return from_float(value, out);  // a NaN stays one
+  out.bits = static_cast<uint16_t>((bits + (random & 0xffff)) >> 16);
 }
 
 inline void round_stochastic(float value, uint32_t random, Half& out) {

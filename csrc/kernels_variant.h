@@ -22,8 +22,8 @@ void gather(const RowSource&, const uint32_t*, size_t, DataType, void*, size_t);
 void pool(const RowSource&, const Bag&, DataType, void*);
 void accumulate(DataType, const void*, float, float, float*, uint32_t);
 float dot(const float*, const float*, uint32_t);
-extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, float*, uint32_t,
-                                               const OptimizerStep&);
+extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*,
+                                               uint32_t, const OptimizerStep&);
 
 // 32 random bits for each of the 32 columns from `first` (a multiple of 4) on: Philox4x32-10 with
 // counter (column / 4, stream, id) and key `seed`, eight blocks at a time.

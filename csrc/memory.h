@@ -51,6 +51,41 @@ class Mapping {
   std::size_t reserved_ = 0;
 };
 
+// Uninitialised memory for the length of a batch. Blocks are kept for reuse: taking fresh pages
+// from the system for every batch costs more than the work on them.
+class Scratch {
+ public:
+  Scratch() = default;
+  explicit Scratch(std::size_t bytes);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  Scratch& operator=(Scratch&& other) noexcept {
+    std::swap(block_, other.block_);
+    std::swap(size_, other.size_);
+    std::swap(used_, other.used_);
+    return *this;
+  }
+
+  // The next `count` elements of the block.
+  template <class T>
+  T* take(std::size_t count) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    auto* at = reinterpret_cast<T*>(block_ + used_);
+    used_ += bytes_for<T>(count);
+    return at;
+  }
+  // What take<T>(count) uses up.
+  template <class T>
+  static std::size_t bytes_for(std::size_t count) {
+    return (count * sizeof(T) + 63) / 64 * 64;
+  }
+
+ private:
+  std::byte* block_ = nullptr;
+  std::size_t size_ = 0, used_ = 0;
+};
+
 // A zero-filled array of trivial elements in a Mapping.
 template <class T>
 class Array {

@@ -16,6 +16,12 @@ constexpr size_t kChunk = 2048;  // ids per task
 
 size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
+// The largest size where the product has more than 64 bits: no allocation of it succeeds.
+size_t bytes_of_rows(size_t rows, size_t stride) {
+  size_t bytes;
+  return __builtin_mul_overflow(rows, stride, &bytes) ? ~size_t{0} : bytes;
+}
+
 }  // namespace
 
 Table::Table(const TableConfig& config, const StateLayout& state) : config_(config) {
@@ -34,7 +40,7 @@ void Table::layout_rows(const StateLayout& state) {
   const size_t embedding_bytes = config_.dim * bytes_of(config_.type);
   const size_t state_offset = round_up(embedding_bytes, sizeof(float));
   const size_t stride = round_up(state_offset + state.columns * sizeof(float), 16);
-  Mapping rows(capacity() * stride);
+  Mapping rows(bytes_of_rows(capacity(), stride));
   rows_ = std::move(rows);
   embedding_bytes_ = embedding_bytes;
   state_offset_ = state_offset;
@@ -216,7 +222,7 @@ void Table::set_state_layout(const StateLayout& state) {
   Mapping new_rows;
   const size_t new_stride =
       round_up(round_up(embedding_bytes, sizeof(float)) + state.columns * sizeof(float), 16);
-  if (new_stride != old_stride) new_rows = Mapping(capacity() * new_stride);
+  if (new_stride != old_stride) new_rows = Mapping(bytes_of_rows(capacity(), new_stride));
   std::byte* from = rows_.data();
   std::byte* to = new_stride != old_stride ? new_rows.data() : from;
   state_ = state;
@@ -258,7 +264,7 @@ bool Table::grow_to(uint64_t buckets) {
   Array<Record> records(slots);
   Array<uint64_t> timestamps(timestamps_.size() == 0 ? 0 : slots);
   Array<uint32_t> wide_map(wide_map_.size() == 0 ? 0 : std::bit_ceil(2 * slots));
-  Mapping rows(slots * stride_);
+  Mapping rows(bytes_of_rows(slots, stride_));
   std::vector<uint32_t> next(buckets, 0);
   std::vector<uint32_t> moved(capacity(), kNoSlot);
   // Nothing can fail from here on.

@@ -112,7 +112,9 @@ class Table {
   friend class Batch;
   friend class Group;
 
-  IndexView index() const { return {digests_.data(), keys_.data(), buckets_, config_.width}; }
+  IndexView index() const {
+    return {digests_.data(), keys_.data(), buckets_, config_.width, size_ < capacity() / 8 * 5};
+  }
   size_t row_of(uint32_t slot) const {
     const uint64_t bucket = shift_ >= 0 ? slot >> shift_ : slot / config_.width;
     const uint64_t position = slot - bucket * config_.width;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -41,4 +40,3 @@ def _seeded() -> Iterator[None]:
     torch.manual_seed(20240607)
     yield
     torch.set_num_threads(threads)
-    gc.collect()

@@ -166,6 +166,17 @@ def test_all_ids_equal() -> None:
     assert (table.stats().misses, table.stats().inserts) == (1, 1)
 
 
+def test_ten_million_ids_in_one_batch() -> None:
+    table = make_table("LFU", dim=1, max_capacity=1 << 22, bucket_capacity=128)
+    ids = torch.arange(10_000_000) % 1_000_003
+    out = table.find_or_insert(ids)
+    assert len(table) == 1_000_003
+    assert torch.equal(out.embeddings.squeeze(1), (ids % 100_000).float())
+    assert out.slots[:1_000_003].unique().numel() == 1_000_003
+    assert torch.equal(out.slots[1_000_003:], out.slots[: 10_000_000 - 1_000_003])
+    assert contents(table).scores.sum().item() == 10_000_000
+
+
 def test_stats_add_up_over_batches() -> None:
     table = make_table()
     table.find_or_insert(tensor([1, 1, 2, 3]))

@@ -155,6 +155,15 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert table.stats().hits == 10
 
 
+def test_a_tensor_that_is_negated_lazily() -> None:
+    """Such a view has the bits of what it negates; reading its memory would miss the sign."""
+    rows = torch._neg_view(rows_of(1, 2))
+    assert rows.is_neg()
+    table = make_table()
+    table.insert(tensor([1, 2]), rows)
+    assert contents(table).embeddings[:, 0].tolist() == [-1.0, -2.0]
+
+
 def test_the_table_keeps_no_hold_on_its_arguments() -> None:
     table = make_table()
     ids, rows = tensor([1, 2]), rows_of(1, 2)

@@ -24,6 +24,7 @@ from tables import (
     make_options,
     make_table,
     score_list,
+    score_tensor,
     scores_of,
     tensor,
 )
@@ -158,6 +159,20 @@ def test_lfu_takes_counts_from_the_caller() -> None:
     assert scores_of(table, [1, 2]) == [15, 1]
     table.find_or_insert(tensor([2]), counts=tensor([2**40]))
     assert scores_of(table, [2]) == [2**40 + 1]
+
+
+@pytest.mark.parametrize("strategy", ["LFU", "TIMESTAMP_LFU"])
+def test_a_count_at_its_end_stays_there(strategy: str) -> None:
+    """Wrapping to 0 would make the most frequent id the first to be evicted."""
+    words = 2 if strategy == "TIMESTAMP_LFU" else 1
+    table = make_table(strategy)
+    start = score_tensor([(1, 2**64 - 2)[-words:]], words)
+    table.insert(tensor([1]), torch.zeros(1, 4), scores=start)
+    for _ in range(3):
+        table.find_or_insert(tensor([1, 1]))
+        assert score_list(table.find(tensor([1])).scores)[0][-1] == 2**64 - 1
+    table.find_or_insert(tensor([2, 2, 2]), counts=tensor([2**63 - 1] * 3))
+    assert score_list(table.find(tensor([2])).scores)[0][-1] == 2**64 - 1
 
 
 def test_counts_do_not_matter_to_the_other_strategies() -> None:

@@ -181,13 +181,15 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
             return
         counts = None
         if frequency_counters is not None:
-            counts = self.tables[0].check_counts(frequency_counters.to(torch.int64), plan.count)
-        self._prefetched.append(self.find_or_insert(plan, counts))
+            counts = check_ids("frequency_counters", frequency_counters)
+            counts = self.tables[0].check_counts(counts, plan.count)
+        self._prefetched.append((plan, self.find_or_insert(plan, counts)))
 
     # ---- scores ----
 
     def set_score(self, named_score: Mapping[str, int]) -> None:
         """``{table name: score}``; see :meth:`dynamicemb.table.Table.set_score`."""
+        _check_mapping("named_score", named_score)
         tables = [(self._table(name), score) for name, score in named_score.items()]
         for table, score in tables:
             table.set_score(score)
@@ -215,6 +217,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         Returns ``{table: (ids [n], rows [n, dim])}`` and ``{table: score}``. With ``pg``, the rows
         of all its ranks, in rank order.
         """
+        _check_mapping("named_thresholds", named_thresholds)
         chosen = [(self._table(name), value) for name, value in named_thresholds.items()]
         rows = {
             table.name: self._collect(table, threshold, "cpu", BATCH_SIZE_PER_DUMP, table.dtype)
@@ -276,6 +279,11 @@ def _gather_rows(
     }
 
 
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise wrong_type(name, value, "a dictionary from table names to integers")
+
+
 def _refuse_variable_batches(value: Any) -> None:
     if value is not None:
         raise wrong_value(
@@ -295,7 +303,12 @@ def _checked_options(table_options: Any) -> list[DynamicEmbTableOptions]:
 def _checked_names(table_names: Any, count: int) -> list[str]:
     if table_names is None:
         return [f"t{t}" for t in range(count)]
+    if not isinstance(table_names, (list, tuple)):
+        raise wrong_type("table_names", table_names, "None or a list of strings")
     names = list(table_names)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise wrong_value("table_names", names, "strings that are not empty")
     if len(names) != count:
         raise wrong_value("len(table_names)", len(names), f"{count}, as many as table_options")
     if len(set(names)) != count:
@@ -306,7 +319,9 @@ def _checked_names(table_names: Any, count: int) -> list[str]:
 def _features_per_table(feature_table_map: Any, count: int) -> list[int]:
     if feature_table_map is None:
         return [1] * count
-    tables = list(feature_table_map)
+    if not isinstance(feature_table_map, (list, tuple)):
+        raise wrong_type("feature_table_map", feature_table_map, "None or a list of table numbers")
+    tables = [check_integer("feature_table_map", one) for one in feature_table_map]
     if tables != sorted(tables) or set(tables) != set(range(count)):
         raise wrong_value(
             "feature_table_map",

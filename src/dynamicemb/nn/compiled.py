@@ -56,16 +56,17 @@ def lookup_backward(
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     module: int,
+    row_gradient: bool,
     weight_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the handle, gradient of the weights or an empty tensor)."""
     target = module_of(module)
     plan = target.plan(ids, offsets, weights)
     found = target.unpark(int(number.item()))
-    of_weights = target.propagate(plan, found, gradient, weights=weight_gradient)
+    of_weights = target.propagate(plan, found, gradient, rows=row_gradient, weights=weight_gradient)
     if of_weights is None:
         of_weights = torch.empty(0)
-    return torch.zeros(0), of_weights
+    return torch.zeros(1) if target.fused else torch.ones(1), of_weights
 
 
 @lookup_backward.register_fake
@@ -76,11 +77,12 @@ def _(
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     module: int,
+    row_gradient: bool,
     weight_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     count = ids.shape[0] if weight_gradient else 0
     return (
-        gradient.new_empty((0,), dtype=torch.float32),
+        gradient.new_empty((1,), dtype=torch.float32),
         gradient.new_empty((count,), dtype=torch.float32),
     )
 
@@ -93,11 +95,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     number, ids, offsets, weights = ctx.saved_tensors
+    rows = ctx.needs_input_grad[0]
     wanted = weights is not None and ctx.needs_input_grad[3]
     of_handle, of_weights = torch.ops.dynamicemb.lookup_backward(
-        gradient.contiguous(), number, ids, offsets, weights, ctx.module, wanted
+        gradient.contiguous(), number, ids, offsets, weights, ctx.module, rows, wanted
     )
-    return of_handle, None, None, of_weights if wanted else None, None, None
+    return of_handle if rows else None, None, None, of_weights if wanted else None, None, None
 
 
 lookup.register_autograd(_backward, setup_context=_setup)

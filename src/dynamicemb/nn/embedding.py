@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
-from dynamicemb.errors import InvalidArgumentError, check_choice, check_integer, wrong_value
+from dynamicemb.errors import (
+    InvalidArgumentError,
+    check_bool,
+    check_choice,
+    check_integer,
+    wrong_type,
+    wrong_value,
+)
 from dynamicemb.nn.checks import (
+    check_cpu,
     check_ids,
     check_offsets,
     check_one_dimension,
@@ -49,6 +57,10 @@ class _OneTable(DynamicModule):
         device: torch.device | str | None,
     ) -> None:
         embedding_dim = check_integer("embedding_dim", embedding_dim, minimum=1)
+        if max_capacity is not None:
+            max_capacity = check_integer("max_capacity", max_capacity, minimum=1)
+        if not isinstance(options, (DynamicEmbTableOptions, type(None))):
+            raise wrong_type("options", options, "None or a DynamicEmbTableOptions")
         if options is None:
             options = DynamicEmbTableOptions(
                 init_capacity=min(_FIRST_CAPACITY, max_capacity or _FIRST_CAPACITY),
@@ -114,7 +126,7 @@ class DynamicEmbedding(_OneTable):
     there, the least recently used of a bucket makes room.
 
     Rows are trained by the ``torch.optim`` optimizer that gets ``parameters()`` (SGD, Adam, AdamW,
-    Adagrad, SparseAdam), or, with ``optimizer``, inside backward.
+    Adagrad), or, with ``optimizer``, inside backward.
 
     Args:
         embedding_dim: columns of a row.
@@ -219,7 +231,7 @@ class DynamicEmbeddingBag(_OneTable):
             device=device,
         )
         self.mode = mode
-        self.include_last_offset = include_last_offset
+        self.include_last_offset = check_bool("include_last_offset", include_last_offset)
 
     @property
     def pooled(self) -> bool:
@@ -266,6 +278,8 @@ class DynamicEmbeddingBag(_OneTable):
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise wrong_value("mode", self.mode, "'sum' with per_sample_weights")
+            if not isinstance(per_sample_weights, torch.Tensor):
+                raise wrong_type("per_sample_weights", per_sample_weights, "a tensor of floats")
             if per_sample_weights.shape != input.shape:
                 raise wrong_value(
                     "per_sample_weights.shape",
@@ -282,7 +296,10 @@ class DynamicEmbeddingBag(_OneTable):
             raise wrong_value("input.shape", tuple(input.shape), "one or two dimensions")
         elif offsets is None:
             raise wrong_value("offsets", None, "a tensor with a 1-D input")
+        elif not isinstance(offsets, torch.Tensor):
+            raise wrong_type("offsets", offsets, "a tensor of int64 or int32")
         elif not self.include_last_offset:
+            check_cpu("offsets", check_one_dimension("offsets", offsets))
             end = torch.tensor([input.shape[0]], dtype=offsets.dtype)
             offsets = torch.cat([offsets, end])
         return self.lookup(input.reshape(-1), offsets, per_sample_weights)

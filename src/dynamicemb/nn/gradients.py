@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import torch
 
 from dynamicemb.table import Lookup, Pooling, SummedGradients, TableGroup
 
-#: Backwards kept as they are before they are summed to one.
-_MAX_PARTS = 4
-
 
 class PendingGradients:
-    """The gradients of the backwards since the last ``zero_grad``.
+    """The gradients of the backwards since the last ``zero_grad``, summed per row.
 
-    ``handle.grad`` is an empty tensor that lives as dense gradients do: a backward makes it, or
-    adds to it in place, and ``zero_grad`` removes or zeroes it. Its identity and version tell
-    whether what was kept here still counts.
+    ``handle.grad`` stands for them in the world of dense parameters: one element, their norm. So
+    ``zero_grad`` forgets them, ``clip_grad_norm_`` counts and scales them, and a ``GradScaler`` sees
+    an overflow and unscales them: what the element is multiplied by, they are multiplied by.
     """
 
     def __init__(self, group: TableGroup, handle: torch.Tensor) -> None:
         self._group = group
         self._handle = weakref.ref(handle)
-        self._fresh: list[tuple[Lookup, Pooling, torch.Tensor]] = []
-        self._kept: list[tuple[Lookup, Pooling, torch.Tensor]] = []
-        self._summed: SummedGradients | None = None
-        self._marker: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._fresh: list[SummedGradients] = []  # of the backward that is running
+        self._kept: SummedGradients | None = None
+        self._norm = 0.0  # what handle.grad was set to
         accumulated = weakref.WeakMethod(self._accumulated)
 
         def hook(handle: torch.Tensor) -> None:
@@ -37,53 +34,54 @@ class PendingGradients:
         handle.register_post_accumulate_grad_hook(hook)
 
     def add(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
-        """A backward ran; its gradient of the handle is accumulated after this."""
-        self._fresh.append((lookup, pooling, gradient))
+        """A backward ran; its gradient of the handle is accumulated after this, unless it is an
+        ``autograd.grad``, which keeps nothing."""
+        if not self._fresh:
+            self._rescale()  # before the running backward changes handle.grad
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._fresh.clear)
+        self._fresh.append(self._group.reduce(lookup, pooling, gradient))
 
     def clear(self) -> None:
-        self._kept, self._summed, self._marker = [], None, None
-
-    def __bool__(self) -> bool:
-        handle = self._handle()
-        return (
-            handle is not None
-            and self._marker is not None
-            and handle.grad is self._marker[0]()
-            and handle.grad is not None
-            and handle.grad._version == self._marker[1]
-        )
+        self._kept = None
 
     def apply(self) -> None:
         """Update the rows once. What is pending stays so until ``zero_grad``, as dense gradients
         do."""
-        if not self:
+        self._rescale()
+        if self._kept is not None:
+            self._group.update_summed(self._kept)
+
+    def _rescale(self) -> None:
+        """Do to the gradients what was done to ``handle.grad``."""
+        handle = self._handle()
+        if self._kept is None or handle is None:
+            return
+        now = 0.0 if handle.grad is None else float(handle.grad)
+        if now == self._norm or (math.isnan(now) and math.isnan(self._norm)):
+            return
+        if now == 0.0:
             self.clear()
             return
-        if self._summed is None and len(self._kept) == 1:
-            self._group.update(*self._kept[0])
-            return
-        self._sum_up()
-        assert self._summed is not None
-        self._group.update_summed(self._summed)
+        scale = now / self._norm if self._norm else math.nan
+        self._kept = [(ids, sums * scale) for ids, sums in self._kept]
+        self._norm = now
 
     def _accumulated(self, handle: torch.Tensor) -> None:
-        assert handle.grad is not None
-        marker = self._marker
-        added = (
-            marker is not None
-            and handle.grad is marker[0]()
-            and handle.grad._version == marker[1] + 1
-        )
-        if not added:  # zero_grad came between
-            self.clear()
-        self._kept.extend(self._fresh)
-        self._fresh = []
-        if len(self._kept) > _MAX_PARTS:
-            self._sum_up()
-        self._marker = (weakref.ref(handle.grad), handle.grad._version)
+        if handle.grad is None:  # a fused module's backward gives the handle none
+            return
+        parts = self._fresh.copy()
+        self._fresh.clear()
+        if self._kept is not None:
+            parts.insert(0, self._kept)
+        if not parts:
+            return
+        self._kept = parts[0] if len(parts) == 1 else self._group.merge(parts)
+        norms = torch.stack([torch.linalg.vector_norm(sums) for _, sums in self._kept])
+        with torch.no_grad():
+            handle.grad.fill_(torch.linalg.vector_norm(norms))
+        self._norm = float(handle.grad)
 
-    def _sum_up(self) -> None:
-        parts = [] if self._summed is None else [self._summed]
-        parts.extend(self._group.reduce(*one) for one in self._kept)
-        self._kept = []
-        self._summed = parts[0] if len(parts) == 1 else self._group.merge(parts)
+    def __bool__(self) -> bool:
+        self._rescale()
+        return self._kept is not None

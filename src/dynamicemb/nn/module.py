@@ -66,7 +66,9 @@ class DynamicModule(nn.Module, ABC):
     ``torch.optim`` optimizer that was given this module's parameters, or by :meth:`step`: then
     gradients of several backwards add up until the step, and ``zero_grad`` forgets them.
 
-    The one parameter, ``handle``, is empty: it ties the rows to autograd and to an optimizer.
+    The one parameter, ``handle``, has one element that means nothing: it ties the rows to autograd
+    and to an optimizer. Its gradient is the norm of the rows' gradients, so that
+    ``clip_grad_norm_`` and ``GradScaler`` work.
     """
 
     def __init__(
@@ -82,13 +84,13 @@ class DynamicModule(nn.Module, ABC):
         self.features = tuple(features)
         self.output_dtype = output_dtype
         self.fused = fused
-        self.handle = nn.Parameter(torch.empty(0))
+        self.handle = nn.Parameter(torch.zeros(1))
         self._attach()
 
     def _attach(self) -> None:
         """Set up what belongs to this object and is not copied or pickled."""
         self._group = create_group(self.tables)
-        self._prefetched: deque[Lookup] = deque()
+        self._prefetched: deque[tuple[Plan, Lookup]] = deque()
         self._waiting: OrderedDict[int, Lookup] = OrderedDict()
         self._pending = PendingGradients(self._group, self.handle)
         self._key = next(_keys)
@@ -151,9 +153,16 @@ class DynamicModule(nn.Module, ABC):
         return out, found
 
     def _next_lookup(self, plan: Plan) -> Lookup:
-        if self._prefetched:
-            return self._prefetched.popleft()
-        return self.find_or_insert(plan)
+        if not self._prefetched:
+            return self.find_or_insert(plan)
+        expected, lookup = self._prefetched[0]
+        if plan.bounds != expected.bounds or not torch.equal(plan.ids, expected.ids):
+            raise UsageError(
+                f"forward with {len(plan.ids)} ids, but the oldest prefetched batch, of "
+                f"{len(expected.ids)} ids, is another one; use batches in the order of prefetching"
+            )
+        self._prefetched.popleft()
+        return lookup
 
     def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
         """One training batch on the tables; the rows of prefetched batches stay."""
@@ -164,13 +173,17 @@ class DynamicModule(nn.Module, ABC):
                     "eval() first"
                 )
         return self._group.find_or_insert(
-            plan.ids, plan.bounds, counts=counts, protect=tuple(self._prefetched)
+            plan.ids,
+            plan.bounds,
+            counts=counts,
+            protect=tuple(lookup for _, lookup in self._prefetched),
         )
 
     def propagate(
-        self, plan: Plan, lookup: Lookup, gradient: torch.Tensor, *, weights: bool
+        self, plan: Plan, lookup: Lookup, gradient: torch.Tensor, *, rows: bool, weights: bool
     ) -> torch.Tensor | None:
-        """Take the gradient of an output; returns that of the weights if it is wanted."""
+        """Take the gradient of an output, for the rows unless they are frozen; returns that of the
+        weights if it is wanted."""
         pooling = plan.pooling
         gradient = gradient.to(pooling.dtype)
         if plan.keep is not None and not pooling.pooled:
@@ -181,6 +194,8 @@ class DynamicModule(nn.Module, ABC):
             weight_gradient = self._group.weight_gradient(lookup, pooling, gradient)
             if plan.keep is not None:
                 weight_gradient = torch.zeros(plan.count).index_copy_(0, plan.keep, weight_gradient)
+        if not rows:
+            return weight_gradient
         if self.fused:
             self._group.update(lookup, pooling, gradient)
         else:
@@ -251,6 +266,8 @@ class DynamicModule(nn.Module, ABC):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
+        # assign=True would put another handle in the place of the one that optimizers know.
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         contents = {}
         for table in self.tables:
             keys = {name: f"{prefix}{table.name}.{name}" for name in NAMES}
@@ -291,14 +308,20 @@ class DynamicModule(nn.Module, ABC):
         state = self.__dict__.copy()
         for name in ("_group", "_prefetched", "_waiting", "_pending", "_key"):
             state.pop(name, None)
-        # A handle of its own: this one's hooks belong to this object.
-        fresh = nn.Parameter(torch.empty(0), requires_grad=self.handle.requires_grad)
-        state["_parameters"] = {**state["_parameters"], "handle": fresh}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attach()
+
+    def __copy__(self) -> DynamicModule:
+        """The same tables under a handle of its own: one handle has one owner."""
+        copied = type(self).__new__(type(self))
+        state = self.__getstate__()
+        fresh = nn.Parameter(torch.zeros(1), requires_grad=self.handle.requires_grad)
+        state["_parameters"] = {**state["_parameters"], "handle": fresh}
+        copied.__setstate__(state)
+        return copied
 
 
 class _RowLookup(torch.autograd.Function):
@@ -326,7 +349,7 @@ class _RowLookup(torch.autograd.Function):
                 "first"
             )
         module: DynamicModule = ctx.module
-        weights = ctx.needs_input_grad[1]
-        weight_gradient = module.propagate(ctx.plan, found, gradient, weights=weights)
-        handle_gradient = None if module.fused else torch.zeros(0)
+        rows, weights = ctx.needs_input_grad[:2]
+        weight_gradient = module.propagate(ctx.plan, found, gradient, rows=rows, weights=weights)
+        handle_gradient = None if module.fused else torch.ones(1)
         return handle_gradient, weight_gradient, None, None

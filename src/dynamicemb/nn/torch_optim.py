@@ -76,7 +76,6 @@ def _adagrad(group: dict[str, Any]) -> Optimizer:
 _TRANSLATIONS: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], Optimizer]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
-    torch.optim.SparseAdam: _adam,
     torch.optim.AdamW: _adamw,
     torch.optim.Adagrad: _adagrad,
 }

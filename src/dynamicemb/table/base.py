@@ -324,7 +324,7 @@ class Table(ABC):
     @abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Use another optimizer. Embeddings and scores stay; if the kind changes, state starts
-        again from its initial value."""
+        again from its initial value and ``iteration`` from 0."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:

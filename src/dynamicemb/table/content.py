@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynamicemb.admission import ProbabilityAdmissionStrategy
-from dynamicemb.errors import InvalidArgumentError
+from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 from dynamicemb.optimizers import OptimizerKind
 
 if TYPE_CHECKING:
@@ -118,8 +118,13 @@ def _numbers(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
     if missing:
         raise InvalidArgumentError(f"the content has no {', '.join(missing)}; needed: {NAMES}")
     meta = state["meta"]
+    if not isinstance(meta, torch.Tensor):
+        raise wrong_type("meta", meta, "a tensor")
     if meta.dtype != torch.int64 or meta.shape != (len(_META),) or int(meta[0]) != FORMAT:
         raise InvalidArgumentError(
             f"meta is {meta!r}; allowed: {len(_META)} int64 numbers of format {FORMAT}"
         )
-    return {name: int(value) % 2**64 for name, value in zip(_META, meta.tolist(), strict=True)}
+    numbers = {name: value % 2**64 for name, value in zip(_META, meta.tolist(), strict=True)}
+    if numbers["optimizer"] not in tuple(OptimizerKind):
+        raise wrong_value("the optimizer of meta", numbers["optimizer"], f"{list(OptimizerKind)}")
+    return numbers

@@ -383,6 +383,7 @@ class CpuTable(Table):
                 self.engine.set_state_layout(*_state_layout(optimizer, self.dim))
             except MemoryError as error:
                 raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+            self.iteration = 0
         self._optimizer = optimizer
 
     def set_seed(self, seed: int) -> None:

@@ -45,7 +45,11 @@ def create_group(tables: Sequence[Table]) -> TableGroup:
 
 
 def _check_device(device: torch.device | str) -> None:
-    if torch.device(device).type != "cpu":
+    try:
+        known = torch.device(device).type == "cpu"
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
         raise InvalidArgumentError(
             f"device is {str(device)!r}; allowed: 'cpu' (this version has no GPU tables)"
         )
