@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <numeric>
+#include <limits>
 
 #include "hash.h"
 #include "parallel.h"
@@ -14,6 +14,13 @@ namespace {
 constexpr size_t kChunk = 8192;          // ids per task while splitting
 constexpr size_t kPartitionIds = 1024;   // aimed at per partition: its dedup fits the L1 cache
 constexpr size_t kMaxPartitions = 1024;  // write streams while splitting
+
+// Counts stop at their largest value: a row that is used for ever must not become the coldest.
+template <class T>
+T add_saturated(T a, T b) {
+  T sum;
+  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<T>::max() : sum;
+}
 
 }  // namespace
 
@@ -44,7 +51,7 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
                     6 * Scratch::bytes_for<uint32_t>(n) + Scratch::bytes_for<uint8_t>(n) + 64);
   part_ids_ = memory_.take<uint64_t>(n);
   entry_ids_ = memory_.take<uint64_t>(n);
-  if (mode != BatchMode::kLocate) entry_counts_ = memory_.take<int64_t>(n);
+  if (mode != BatchMode::kLocate) entry_counts_ = memory_.take<uint64_t>(n);
   spans_ = memory_.take<Span>(n);
   part_positions_ = memory_.take<uint32_t>(n);
   entry_slots_ = memory_.take<uint32_t>(n);
@@ -175,10 +182,11 @@ void Batch::find(size_t partition) {
   if (entry_counts_ != nullptr) {
     for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
       const auto [begin, end] = spans_[entry];
-      int64_t total = end - begin;
+      uint64_t total = end - begin;
       if (counts_ != nullptr) {
         total = 0;
-        for (uint32_t i = begin; i < end; ++i) total += counts_[occurrences_[i]];
+        for (uint32_t i = begin; i < end; ++i)
+          total = add_saturated(total, static_cast<uint64_t>(counts_[occurrences_[i]]));
       }
       entry_counts_[entry] = total;
     }
@@ -218,7 +226,8 @@ size_t Batch::collect_missing() {
 void Batch::missing(uint64_t* ids, int64_t* counts) const {
   for (size_t i = 0; i < missing_.size(); ++i) {
     ids[i] = entry_ids_[missing_[i]];
-    counts[i] = entry_counts_[missing_[i]];
+    counts[i] = static_cast<int64_t>(
+        std::min<uint64_t>(entry_counts_[missing_[i]], std::numeric_limits<int64_t>::max()));
   }
 }
 
@@ -330,12 +339,12 @@ void Batch::update_hit(uint32_t entry, uint32_t slot, const BatchScore& score) {
         record.score = score.value;
         break;
       case ScoreStrategy::kLfu:
-        record.score += static_cast<uint64_t>(entry_counts_[entry]);
+        record.score = add_saturated(record.score, entry_counts_[entry]);
         break;
       case ScoreStrategy::kNoEviction:
         break;
       case ScoreStrategy::kTimestampLfu:
-        record.score += static_cast<uint64_t>(entry_counts_[entry]);
+        record.score = add_saturated(record.score, entry_counts_[entry]);
         table_->timestamps_[slot] = score.timestamp;
         break;
     }
@@ -421,7 +430,7 @@ void Batch::insert(Partition& p, uint32_t entry, const BatchScore& score, Victim
   entry_slots_[entry] = slot;
   Record& record = t.records_[slot];
   record.stamp = stamp_;
-  const auto count = static_cast<uint64_t>(entry_counts_[entry]);
+  const uint64_t count = entry_counts_[entry];
   switch (t.config_.strategy) {
     case ScoreStrategy::kLfu:
       record.score = count;
@@ -510,14 +519,7 @@ void Batch::finish() {
   version_ = t.version_;
   ++t.changes_;
 
-  if (!numbered.empty() && given_.scores == nullptr) {
-    std::sort(numbered.begin(), numbered.end(),
-              [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
-    for (uint32_t entry : numbered) t.records_[entry_slots_[entry]].score = t.next_row_number_++;
-  } else if (!numbered.empty()) {
-    for (uint32_t entry : numbered)
-      t.next_row_number_ = std::max(t.next_row_number_, t.records_[entry_slots_[entry]].score + 1);
-  }
+  if (t.config_.strategy == ScoreStrategy::kNoEviction) number_rows(numbered);
 
   if (evicting.empty()) return;
   // A partition's evictions are in the order of its entries; merge them to the order of the batch.
@@ -536,6 +538,22 @@ void Batch::finish() {
     copy(evicted_.state, from.state, state);
     copy(evicted_.scores, from.scores, words);
   }
+}
+
+void Batch::number_rows(std::vector<uint32_t>& inserted) {
+  Table& t = *table_;
+  if (given_.scores == nullptr) {
+    std::sort(inserted.begin(), inserted.end(),
+              [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
+    for (uint32_t entry : inserted) t.records_[entry_slots_[entry]].score = t.next_row_number_++;
+    return;
+  }
+  // Given numbers: go on after the largest.
+  for (const Partition& p : parts_)
+    for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
+      if (entry_slots_[entry] != kNoSlot)
+        t.next_row_number_ = std::max(
+            t.next_row_number_, add_saturated(t.records_[entry_slots_[entry]].score, uint64_t{1}));
 }
 
 void Batch::slots(int64_t* out) const {

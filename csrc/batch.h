@@ -109,6 +109,7 @@ class Batch {
   void hand_back(Partition& p, uint32_t entry, uint32_t slot);
   void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;
   void publish(const Partition& p);
+  void number_rows(std::vector<uint32_t>& inserted);
   void fit_side();  // after the table's rows changed their stride
 
   std::shared_ptr<Table> table_;
@@ -132,11 +133,11 @@ class Batch {
   // Distinct ids, at [begin, begin + unique) of their partition.
   uint64_t* entry_ids_ = nullptr;
   uint32_t* entry_slots_ = nullptr;
-  uint32_t* entry_first_ = nullptr;  // position of the first occurrence
-  int64_t* entry_counts_ = nullptr;  // only where something counts
-  Span* spans_ = nullptr;            // an entry's part of occurrences_
-  uint32_t* occurrences_ = nullptr;  // positions, grouped by entry
-  uint32_t* entry_at_ = nullptr;     // per position: the entry that occurs first there
+  uint32_t* entry_first_ = nullptr;   // position of the first occurrence
+  uint64_t* entry_counts_ = nullptr;  // only where something counts
+  Span* spans_ = nullptr;             // an entry's part of occurrences_
+  uint32_t* occurrences_ = nullptr;   // positions, grouped by entry
+  uint32_t* entry_at_ = nullptr;      // per position: the entry that occurs first there
   uint8_t* entry_fate_ = nullptr;
   uint32_t* rows_ = nullptr;       // per occurrence: row number for RowSource
   std::vector<uint32_t> missing_;  // entries, in order of first occurrence

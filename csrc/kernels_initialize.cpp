@@ -20,12 +20,10 @@ inline float closed_unit(uint32_t random) {  // in [0, 1)
 // Natural logarithm of a positive normal number: argument reduction to [sqrt(1/2), sqrt(2)) and
 // the polynomial of the Cephes library.
 inline float log_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
+  auto bits = __builtin_bit_cast(uint32_t, value);
   auto exponent = static_cast<float>(static_cast<int>(bits >> 23) - 126);
   bits = (bits & 0x007fffff) | 0x3f000000;  // [0.5, 1)
-  float m;
-  std::memcpy(&m, &bits, 4);
+  const auto m = __builtin_bit_cast(float, bits);
   const bool low = m < 0.70710678f;
   exponent = low ? exponent - 1.0f : exponent;
   const float x = (low ? m + m : m) - 1.0f;
@@ -107,7 +105,7 @@ void initialize(const Initializer& initializer, uint64_t id, float* row, uint32_
       const float range = with.cdf_upper - with.cdf_lower;
       each_column(with, id, row, dim, [&](uint32_t random) {
         float p = with.cdf_lower + range * open_unit(random);
-        p = p < 0x1p-25f ? 0x1p-25f : p;  // the quantile is finite inside (0, 1)
+        p = p < 0x1p-126f ? 0x1p-126f : p;  // the quantile is finite inside (0, 1)
         p = p > 1 - 0x1p-24f ? 1 - 0x1p-24f : p;
         float value = with.mean + with.std_dev * normal_quantile(p);
         value = value < with.lower ? with.lower : value;

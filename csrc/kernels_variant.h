@@ -3,6 +3,10 @@
 // a copy that uses instructions this processor lacks.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 
 #ifndef DYNAMICEMB_VARIANT
@@ -25,36 +29,51 @@ float dot(const float*, const float*, uint32_t);
 extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*,
                                                uint32_t, const OptimizerStep&);
 
-// 32 random bits for each of the 32 columns from `first` (a multiple of 4) on: Philox4x32-10 with
+// Eight 32-bit words; high and low halves of their products with a constant.
+using Words = uint32_t __attribute__((vector_size(32)));
+
+static inline void multiply(const Words& a, uint32_t by, Words& high, Words& low) {
+#if defined(__AVX2__)
+  const __m256i wide = reinterpret_cast<const __m256i&>(a);
+  const __m256i factor = _mm256_set1_epi64x(by);
+  const __m256i even = _mm256_mul_epu32(wide, factor);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(wide, 32), factor);
+  reinterpret_cast<__m256i&>(low) = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  reinterpret_cast<__m256i&>(high) = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+#else
+  for (int lane = 0; lane < 8; ++lane) {
+    const uint64_t product = uint64_t{by} * a[lane];
+    low[lane] = static_cast<uint32_t>(product);
+    high[lane] = static_cast<uint32_t>(product >> 32);
+  }
+#endif
+}
+
+// 32 random bits for each of the 32 columns from `first` (a multiple of 32) on: Philox4x32-10 with
 // counter (column / 4, stream, id) and key `seed`, eight blocks at a time.
 static inline void philox_columns(uint64_t seed, uint64_t id, uint32_t stream, uint32_t first,
                                   uint32_t out[32]) {
-  constexpr int kBlocks = 8;
-  uint32_t c0[kBlocks], c1[kBlocks], c2[kBlocks], c3[kBlocks];
-  for (int b = 0; b < kBlocks; ++b) {
-    c0[b] = first / 4 + static_cast<uint32_t>(b);
-    c1[b] = stream;
-    c2[b] = static_cast<uint32_t>(id);
-    c3[b] = static_cast<uint32_t>(id >> 32);
-  }
+  Words c0 = Words{0, 1, 2, 3, 4, 5, 6, 7} + first / 4;
+  Words c1 = Words{} + stream;
+  Words c2 = Words{} + static_cast<uint32_t>(id);
+  Words c3 = Words{} + static_cast<uint32_t>(id >> 32);
   auto k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    for (int b = 0; b < kBlocks; ++b) {
-      const uint64_t p0 = uint64_t{0xD2511F53u} * c0[b];
-      const uint64_t p1 = uint64_t{0xCD9E8D57u} * c2[b];
-      c0[b] = static_cast<uint32_t>(p1 >> 32) ^ c1[b] ^ k0;
-      c2[b] = static_cast<uint32_t>(p0 >> 32) ^ c3[b] ^ k1;
-      c1[b] = static_cast<uint32_t>(p1);
-      c3[b] = static_cast<uint32_t>(p0);
-    }
+    Words high0, low0, high1, low1;
+    multiply(c0, 0xD2511F53u, high0, low0);
+    multiply(c2, 0xCD9E8D57u, high1, low1);
+    c0 = high1 ^ c1 ^ k0;
+    c2 = high0 ^ c3 ^ k1;
+    c1 = low1;
+    c3 = low0;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  for (int b = 0; b < kBlocks; ++b) {
-    out[4 * b] = c0[b];
-    out[4 * b + 1] = c1[b];
-    out[4 * b + 2] = c2[b];
-    out[4 * b + 3] = c3[b];
+  for (int block = 0; block < 8; ++block) {
+    out[4 * block] = c0[block];
+    out[4 * block + 1] = c1[block];
+    out[4 * block + 2] = c2[block];
+    out[4 * block + 3] = c3[block];
   }
 }
 

@@ -40,7 +40,14 @@ class ArgumentTypeError(DynamicEmbError, TypeError):
 
 
 class InsertionError(DynamicEmbError, RuntimeError):
-    """Ids could not be inserted and ``safe_check_mode`` is ``ERROR``."""
+    """Ids could not be inserted and ``safe_check_mode`` is ``ERROR``; the others were.
+
+    ``evicted``: the rows the batch evicted, if the caller had asked for them.
+    """
+
+    def __init__(self, message: str, evicted: Any = None) -> None:
+        super().__init__(message)
+        self.evicted = evicted
 
 
 class OutOfMemoryError(DynamicEmbError, MemoryError):

@@ -358,10 +358,8 @@ class Model {
       kernels().initialize(config_.initializer, entry.id, slot.row.data(), config_.dim);
       set_score(slot, with.score, entry.count, true);
       if (mode == BatchMode::kInsert) write(slot, with.given, entry.last);
-      if (config_.strategy == ScoreStrategy::kNoEviction) {
-        if (with.given.scores == nullptr) slot.score = next_number_++;
-        next_number_ = std::max(next_number_, slot.score + 1);
-      }
+      if (config_.strategy == ScoreStrategy::kNoEviction && with.given.scores == nullptr)
+        slot.score = next_number_++;
     }
     for (uint64_t id : ids) outcome.slots.push_back(entries[entry_of[id]].slot);
     return outcome;
@@ -407,7 +405,7 @@ class Model {
         slot.score = score.value;
     }
   }
-  void write(Slot& slot, const RowSourceGiven& given, size_t at) const {
+  void write(Slot& slot, const RowSourceGiven& given, size_t at) {
     const size_t dim = config_.dim, state = layout_.dim();
     if (given.embeddings != nullptr)
       std::memcpy(slot.row.data(), given.embeddings + at * dim * 4, dim * 4);
@@ -420,6 +418,7 @@ class Model {
     } else {
       slot.score = given.scores[at];
     }
+    next_number_ = std::max(next_number_, slot.score + 1);  // rows are numbered after given ones
   }
   void copy(const Slot& slot, Rows& rows) const {
     rows.ids.push_back(slot.id);

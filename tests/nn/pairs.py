@@ -64,9 +64,7 @@ def bag_pair(
     rows: int, dim: int, *, mode: str = "sum", include_last_offset: bool = False, **arguments: Any
 ) -> tuple[DynamicEmbeddingBag, nn.EmbeddingBag]:
     dense = nn.EmbeddingBag(rows, dim, mode=mode, include_last_offset=include_last_offset)
-    ours = DynamicEmbeddingBag(
-        dim, mode=mode, include_last_offset=include_last_offset, **arguments
-    )
+    ours = DynamicEmbeddingBag(dim, mode=mode, include_last_offset=include_last_offset, **arguments)
     fill(ours, dense.weight)
     return ours, dense
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import FAR, bag_pair, rows_of, wild
 from torch import nn
 
 from dynamicemb import DynamicEmbedding, DynamicEmbeddingBag
-from pairs import FAR, bag_pair, rows_of, wild
 
 ROWS, DIM = 20, 5
 
@@ -42,9 +42,7 @@ def test_only_empty_bags(mode: str) -> None:
 
 @pytest.mark.parametrize("two_dimensions", [False, True])
 @pytest.mark.parametrize("dim", [1, 5, 16, 37])
-def test_weights_scale_rows_and_take_the_gradient_of_torch(
-    two_dimensions: bool, dim: int
-) -> None:
+def test_weights_scale_rows_and_take_the_gradient_of_torch(two_dimensions: bool, dim: int) -> None:
     ours, dense = bag_pair(ROWS, dim)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     other = torch.optim.SGD(dense.parameters(), lr=0.1)
@@ -67,9 +65,7 @@ def test_weights_scale_rows_and_take_the_gradient_of_torch(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
         optimizer.step()
         other.step()
-        torch.testing.assert_close(
-            rows_of(ours, ROWS), dense.weight.detach(), rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(rows_of(ours, ROWS), dense.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_fused_weights_take_the_gradient_of_the_rows_before_the_update() -> None:

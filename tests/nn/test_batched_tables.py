@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import table_options
 from torch import nn
 
 from dynamicemb import (
@@ -14,7 +15,6 @@ from dynamicemb import (
     DynamicEmbPoolingMode,
     EmbOptimType,
 )
-from pairs import table_options
 
 SUM, MEAN, NONE = (
     DynamicEmbPoolingMode.SUM,
@@ -126,7 +126,7 @@ def test_weighted_mean() -> None:
 
 
 def test_no_pooling() -> None:
-    ours, dense = pair([6, 6], [0, 1, 1], SUM, optimizer="sgd")
+    _, dense = pair([6, 6], [0, 1, 1], SUM)
     sequence = BatchedDynamicEmbeddingTables(
         [table_options(6), table_options(6)],
         feature_table_map=[0, 1, 1],
@@ -216,9 +216,7 @@ def _uniform() -> Any:
 
 @pytest.mark.parametrize("mode", [SUM, MEAN, NONE])
 def test_empty_batches(mode: DynamicEmbPoolingMode) -> None:
-    module = BatchedDynamicEmbeddingTables(
-        [table_options(3), table_options(3)], pooling_mode=mode
-    )
+    module = BatchedDynamicEmbeddingTables([table_options(3), table_options(3)], pooling_mode=mode)
     nothing = torch.empty(0, dtype=torch.int64)
     out = module(nothing, torch.zeros(5, dtype=torch.int64))
     assert out.shape == ((0, 3) if mode is NONE else (2, 6))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import table_options
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -13,7 +14,6 @@ from dynamicemb import (
     DynamicEmbScoreStrategy,
     OptimizerArgs,
 )
-from pairs import table_options
 
 STEP = DynamicEmbScoreStrategy.STEP
 
@@ -163,6 +163,29 @@ def test_loading_a_state_in_between() -> None:
     assert row(module, 1) == [1.0, 1.0]
     assert row(module, 2) == [0.5, 0.5]
     assert not module.table.contains(torch.tensor([3])).any()
+
+
+@pytest.mark.parametrize("what", ["offsets", "weights"])
+def test_offsets_and_weights_that_are_changed_in_place_are_refused(what: str) -> None:
+    """As for every tensor that a backward needs."""
+    module = BatchedDynamicEmbeddingTables([table_options(2)])
+    ids, offsets, weights = torch.arange(4), torch.tensor([0, 2, 4]), torch.ones(4)
+    out = module(ids, offsets, weights)
+    (offsets if what == "offsets" else weights).fill_(10**12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert (module.tables[0].find(ids).embeddings == 1.0).all()
+
+
+def test_ids_that_the_caller_overwrites_before_the_table_grows() -> None:
+    module = fused(max_capacity=4096, init_capacity=16, bucket_capacity=16)
+    ids = torch.arange(8)
+    out = module(ids)
+    ids.fill_(99)
+    module(torch.arange(100, 900))
+    out.sum().backward()
+    assert (module.table.find(torch.arange(8)).embeddings == 0.5).all()
+    assert not module.table.contains(torch.tensor([99])).any()
 
 
 def test_ids_that_the_caller_overwrites_after_forward() -> None:

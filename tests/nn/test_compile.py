@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import table_options
 from torch import nn
 
 from dynamicemb import (
@@ -18,7 +19,6 @@ from dynamicemb import (
     OptimizerArgs,
     UsageError,
 )
-from pairs import table_options
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +106,7 @@ def test_batches_of_changing_size() -> None:
     batches = [(torch.randint(0, 20, size),) for size in sizes]
     eager, model = Words(), Words()
     expected = train(eager, eager, batches)
-    assert train(model, compiled(model, dynamic=True), batches) == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert train(model, compiled(model, dynamic=True), batches) == pytest.approx(expected, rel=1e-6)
 
 
 def test_batched_tables() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import table_options
 from torch import nn
 
 from dynamicemb import (
@@ -19,7 +20,6 @@ from dynamicemb import (
     FrequencyAdmissionStrategy,
     KVCounter,
 )
-from pairs import table_options
 
 STEP = DynamicEmbScoreStrategy.STEP
 
@@ -52,7 +52,9 @@ MODULES: dict[str, Any] = {
         ),
     ),
     "bfloat16": lambda: DynamicEmbedding(
-        3, optimizer="exact_adagrad", options=table_options(3, score_strategy=STEP),
+        3,
+        optimizer="exact_adagrad",
+        options=table_options(3, score_strategy=STEP),
         dtype=torch.bfloat16,
     ),
 }
@@ -99,7 +101,8 @@ def test_a_copy_is_whole_independent_and_trains_on(kind: str, name: str) -> None
 @pytest.mark.parametrize("kind", COPIES)
 def test_a_model_with_its_optimizer(kind: str) -> None:
     """The copied optimizer holds the copied module, not nothing."""
-    model = nn.ModuleDict({"rows": DynamicEmbedding(3), "head": nn.Linear(3, 1)})
+    rows = DynamicEmbedding(3, options=table_options(3, score_strategy=STEP))
+    model = nn.ModuleDict({"rows": rows, "head": nn.Linear(3, 1)})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
     def train(m: Any, o: Any) -> None:

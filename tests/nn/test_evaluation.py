@@ -1,4 +1,4 @@
-"""Evaluation finds only: nothing inserted, no score or counter changed, unknown ids are constant."""
+"""Evaluation finds only: nothing inserted, no score or count changed, unknown ids constant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import constant, table_options
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -17,7 +18,6 @@ from dynamicemb import (
     KVCounter,
     UsageError,
 )
-from pairs import constant, table_options
 
 
 def everything(module: Any) -> list[torch.Tensor]:

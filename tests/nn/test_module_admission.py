@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import constant, table_options
 
 from dynamicemb import (
     AdmissionStrategy,
@@ -21,15 +22,12 @@ from dynamicemb import (
     OptimizerArgs,
     ProbabilityAdmissionStrategy,
 )
-from pairs import constant, table_options
 
 
 def module_of(strategy: Any, counter: Any = None, **changes: Any) -> DynamicEmbedding:
     return DynamicEmbedding(
         3,
-        options=table_options(
-            3, admit_strategy=strategy, admission_counter=counter, **changes
-        ),
+        options=table_options(3, admit_strategy=strategy, admission_counter=counter, **changes),
         optimizer="sgd",
         optimizer_args=OptimizerArgs(learning_rate=0.5),
         seed=1,

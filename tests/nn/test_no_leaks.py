@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import table_options
 
 from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbedding, DynamicEmbeddingBag
-from pairs import table_options
 
 
 def resident_kib() -> int:
@@ -36,9 +36,11 @@ MODULES: dict[str, Any] = {
 def call(module: Any, ids: torch.Tensor) -> torch.Tensor:
     if isinstance(module, DynamicEmbedding):
         return module(ids)
-    return module(ids, torch.arange(0, len(ids) + 1, 2)[: len(ids) // 2 + 1]) if isinstance(
-        module, BatchedDynamicEmbeddingTables
-    ) else module(ids.reshape(-1, 2))
+    return (
+        module(ids, torch.arange(0, len(ids) + 1, 2)[: len(ids) // 2 + 1])
+        if isinstance(module, BatchedDynamicEmbeddingTables)
+        else module(ids.reshape(-1, 2))
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

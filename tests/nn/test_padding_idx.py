@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import fill, rows_of, wild
 from torch import nn
 
 from dynamicemb import DynamicEmbedding, DynamicEmbeddingBag
-from pairs import fill, rows_of, wild
 
 ROWS, DIM = 12, 5
 PAD = 7

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import table_options
 
 from dynamicemb import (
     ArgumentTypeError,
@@ -14,7 +15,6 @@ from dynamicemb import (
     InvalidArgumentError,
     UsageError,
 )
-from pairs import table_options
 
 OFFSETS = torch.tensor([0, 10, 20, 30, 40])
 
@@ -125,6 +125,17 @@ def test_growth_between_prefetch_and_forward() -> None:
     for ids in data:
         module.prefetch(ids, OFFSETS)
     assert module.tables[0].capacity > 16
+    for ids in data:
+        assert torch.equal(module(ids, OFFSETS), other(ids, OFFSETS))
+
+
+def test_a_buffer_that_the_caller_reuses() -> None:
+    module, other = module_of(), module_of()
+    data = batches(4)
+    buffer = torch.empty_like(data[0])
+    for ids in data:
+        buffer.copy_(ids)
+        module.prefetch(buffer, OFFSETS)
     for ids in data:
         assert torch.equal(module(ids, OFFSETS), other(ids, OFFSETS))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import table_options
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -11,14 +12,13 @@ from dynamicemb import (
     InvalidArgumentError,
     UsageError,
 )
-from pairs import table_options
 
 STEP, CUSTOMIZED = DynamicEmbScoreStrategy.STEP, DynamicEmbScoreStrategy.CUSTOMIZED
 
 
-def module_of(strategy: DynamicEmbScoreStrategy, **arguments: object) -> (
-    BatchedDynamicEmbeddingTables
-):
+def module_of(
+    strategy: DynamicEmbScoreStrategy, **arguments: object
+) -> BatchedDynamicEmbeddingTables:
     return BatchedDynamicEmbeddingTables(
         [table_options(2, score_strategy=strategy), table_options(3, score_strategy=strategy)],
         table_names=["user", "item"],
@@ -34,7 +34,7 @@ def run(module: BatchedDynamicEmbeddingTables, *ids: int) -> None:
 
 def test_customised_scores_are_per_table() -> None:
     module = module_of(CUSTOMIZED)
-    with pytest.raises(UsageError, match="'user'.*set_score"):
+    with pytest.raises(UsageError, match=r"'user'.*set_score"):
         run(module, 1)
     module.set_score({"user": 5, "item": 2**64 - 1})
     assert module.get_score() == {"user": 5, "item": 2**64 - 1}
@@ -48,10 +48,10 @@ def test_customised_scores_are_per_table() -> None:
 def test_set_score_refuses_what_it_cannot_do_and_changes_nothing() -> None:
     module = module_of(CUSTOMIZED)
     module.set_score({"user": 5, "item": 5})
-    with pytest.raises(InvalidArgumentError, match="'other'.*user, item"):
+    with pytest.raises(InvalidArgumentError, match=r"'other'.*user, item"):
         module.set_score({"user": 6, "other": 6})
     assert module.get_score() == {"user": 5, "item": 5}
-    with pytest.raises(UsageError, match="set_score.*'user'.*CUSTOMIZED"):
+    with pytest.raises(UsageError, match=r"set_score.*'user'.*CUSTOMIZED"):
         module_of(STEP).set_score({"user": 6})
 
 

@@ -1,9 +1,10 @@
-"""Per-table options stay apart: initialiser, score, bucket width, data type, admission, capacity."""
+"""Per-table options stay apart: initialiser, score, bucket width, type, admission, capacity."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from pairs import constant, table_options
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -15,7 +16,6 @@ from dynamicemb import (
     InsertionError,
     KVCounter,
 )
-from pairs import constant, table_options
 
 STRATEGY = DynamicEmbScoreStrategy
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import embedding_pair, rows_of, wild
 from torch import nn
 
 from dynamicemb import DynamicEmbedding, DynamicEmbeddingBag, InvalidArgumentError, UsageError
-from pairs import embedding_pair, rows_of, wild
 
 ROWS, DIM = 24, 6
 
@@ -126,9 +126,7 @@ def test_param_groups_with_their_own_rates() -> None:
 )
 def test_learning_rate_schedulers(make: Any) -> None:
     model, other = twins()
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9) for m in (model, other)
-    ]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9) for m in (model, other)]
     schedulers = [make(optimizer) for optimizer in optimizers]
     for _ in range(10):
         ids = every_row()
@@ -189,7 +187,7 @@ def test_a_closure(name: str) -> None:
             (other, ids, optimizers[1]),
         ):
 
-            def closure(m: Any = m, lookup: Any = lookup, optimizer: Any = optimizer) -> Any:
+            def closure(m=m, lookup=lookup, optimizer=optimizer, target=target) -> Any:
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(m(lookup), target)
                 loss.backward()
@@ -206,6 +204,7 @@ def test_a_closure(name: str) -> None:
         (lambda p: torch.optim.RMSprop(p), "RMSprop.*SGD, Adam"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS.*SGD, Adam"),
         (lambda p: torch.optim.Adamax(p), "Adamax.*allowed"),
+        (lambda p: torch.optim.SparseAdam(list(p)), "SparseAdam.*allowed"),
         (lambda p: torch.optim.RAdam(p), "RAdam.*allowed"),
         (lambda p: type("MySGD", (torch.optim.SGD,), {})(p, lr=0.1), "MySGD.*allowed"),
     ],
@@ -308,9 +307,7 @@ def test_a_second_optimizer_of_another_kind_starts_its_own_state() -> None:
                 optimizer.zero_grad()
                 lookup(ids).backward(gradient)
                 optimizer.step()
-        torch.testing.assert_close(
-            rows_of(ours, ROWS), dense.weight.detach(), rtol=1e-5, atol=2e-6
-        )
+        torch.testing.assert_close(rows_of(ours, ROWS), dense.weight.detach(), rtol=1e-5, atol=2e-6)
 
 
 def test_the_optimizers_own_state_dict_round_trips() -> None:

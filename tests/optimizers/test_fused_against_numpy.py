@@ -1,4 +1,4 @@
-"""Every fused optimizer against the rule in NumPy: all widths, decay, clipping, rates, duplicates."""
+"""Every fused optimizer against the rule in NumPy: widths, decay, clipping, rates, duplicates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rules import Reference, assert_equal, run_beside_reference
 
 from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbedding, OptimizerArgs
-from rules import Reference, assert_equal, run_beside_reference
 
 RULES: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.1},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -183,7 +183,9 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         if frequency_counters is not None:
             counts = check_ids("frequency_counters", frequency_counters)
             counts = self.tables[0].check_counts(counts, plan.count)
-        self._prefetched.append((plan, self.find_or_insert(plan, counts)))
+        lookup = self.find_or_insert(plan, counts)
+        # The caller may reuse its buffer before forward compares the ids.
+        self._prefetched.append((replace(plan, ids=plan.ids.clone()), lookup))
 
     # ---- scores ----
 

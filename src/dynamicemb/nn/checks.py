@@ -27,7 +27,9 @@ def check_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise InvalidArgumentError(
             f"{name}.device is {str(tensor.device)!r}; allowed: 'cpu', where the tables are"
         )
-    return tensor
+    if tensor.layout != torch.strided:
+        raise wrong_value(f"{name}.layout", tensor.layout, "torch.strided")
+    return tensor.resolve_neg()
 
 
 def check_one_dimension(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,7 @@ def check_weights(weights: object, count: int) -> torch.Tensor:
         raise wrong_type(
             "per_sample_weights", getattr(weights, "dtype", weights), "a tensor of floats"
         )
-    check_cpu("per_sample_weights", weights)
+    weights = check_cpu("per_sample_weights", weights)
     if weights.shape != (count,):
         raise wrong_value("per_sample_weights.shape", tuple(weights.shape), str((count,)))
     return weights.detach().to(torch.float32).contiguous()

@@ -14,8 +14,8 @@ class PendingGradients:
     """The gradients of the backwards since the last ``zero_grad``, summed per row.
 
     ``handle.grad`` stands for them in the world of dense parameters: one element, their norm. So
-    ``zero_grad`` forgets them, ``clip_grad_norm_`` counts and scales them, and a ``GradScaler`` sees
-    an overflow and unscales them: what the element is multiplied by, they are multiplied by.
+    ``zero_grad`` forgets them, ``clip_grad_norm_`` counts and scales them, and a ``GradScaler``
+    sees an overflow and unscales them: what the element is multiplied by, they are multiplied by.
     """
 
     def __init__(self, group: TableGroup, handle: torch.Tensor) -> None:
@@ -57,7 +57,10 @@ class PendingGradients:
         handle = self._handle()
         if self._kept is None or handle is None:
             return
-        now = 0.0 if handle.grad is None else float(handle.grad)
+        if handle.grad is None:
+            self.clear()
+            return
+        now = float(handle.grad)
         if now == self._norm or (math.isnan(now) and math.isnan(self._norm)):
             return
         if now == 0.0:

@@ -16,7 +16,7 @@ from torch import nn
 
 from dynamicemb.errors import DynamicEmbError, UsageError, check_number
 from dynamicemb.nn.gradients import PendingGradients
-from dynamicemb.optimizers import Optimizer
+from dynamicemb.optimizers import Optimizer, OptimizerArgs
 from dynamicemb.table import Lookup, Pooling, Table, create_group
 from dynamicemb.table.content import NAMES, optimizer_kind
 
@@ -279,23 +279,34 @@ class DynamicModule(nn.Module, ABC):
         super()._load_from_state_dict(
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        errors = [
+            message
+            for table in self.tables
+            if table.name in contents and (message := self._problem(table, contents[table.name]))
+        ]
+        if errors:  # of several tables, all are loaded or none
+            error_msgs.extend(errors)
+            return
         for table in self.tables:
             if table.name in contents:
-                self._load_table(table, contents[table.name], error_msgs)
+                self._load_table(table, contents[table.name])
         self._pending.clear()
 
-    def _load_table(
-        self, table: Table, content: Mapping[str, torch.Tensor], error_msgs: list[str]
-    ) -> None:
+    def _problem(self, table: Table, content: Mapping[str, torch.Tensor]) -> str | None:
+        """What keeps ``content`` from being loaded."""
         try:
-            kind = optimizer_kind(content)
-            if not self.fused and kind is not table.optimizer.kind:
-                # The torch.optim class is not known before its first step: follow the content.
-                table.set_optimizer(Optimizer(kind, type(table.optimizer.args)()))
-            lost = table.load_state_dict(content)
+            # The torch.optim class is not known before its first step: follow the content.
+            kind = table.optimizer.kind if self.fused else optimizer_kind(content)
+            table.check_state_dict(content, kind)
         except DynamicEmbError as error:
-            error_msgs.append(f"table {table.name!r}: {error}")
-            return
+            return f"table {table.name!r}: {error}"
+        return None
+
+    def _load_table(self, table: Table, content: Mapping[str, torch.Tensor]) -> None:
+        kind = optimizer_kind(content)
+        if kind is not table.optimizer.kind:
+            table.set_optimizer(Optimizer(kind, OptimizerArgs()))
+        lost = table.load_state_dict(content)
         if lost:
             warnings.warn(
                 f"{lost} rows of table {table.name!r} did not fit its {table.capacity} slots",
@@ -337,6 +348,8 @@ class _RowLookup(torch.autograd.Function):
     ) -> torch.Tensor:
         out, found = module.compute(plan)
         ctx.module, ctx.plan, ctx.row_lookup = module, plan, found
+        if plan.pooling.pooled:  # autograd then refuses a backward after a change in place
+            ctx.save_for_backward(plan.pooling.offsets, plan.pooling.weights)
         return out
 
     @staticmethod
@@ -348,6 +361,7 @@ class _RowLookup(torch.autograd.Function):
                 "backward through a dynamic embedding a second time: its rows were updated by the "
                 "first"
             )
+        _ = ctx.saved_tensors  # raises if offsets or weights were changed in place
         module: DynamicModule = ctx.module
         rows, weights = ctx.needs_input_grad[:2]
         weight_gradient = module.propagate(ctx.plan, found, gradient, rows=rows, weights=weights)

@@ -31,8 +31,9 @@ from dynamicemb.options import (
     warning_for_cstm_score,
 )
 
-#: Slots of one table at most.
+#: Slots of one table, and columns of a row, at most.
 MAX_SLOTS = 2**31
+MAX_DIM = 2**20
 
 _clock_lock = threading.Lock()
 _last_reading = 0
@@ -173,6 +174,7 @@ class Table(ABC):
                 raise InvalidArgumentError(
                     f"{field} of table {name!r} is None; allowed: a positive integer"
                 )
+        check_integer("dim", options.dim, maximum=MAX_DIM)
         if options.external_storage is not None:
             raise InvalidArgumentError(
                 "external_storage is set; allowed: None (this version has no store below a table)"
@@ -184,7 +186,9 @@ class Table(ABC):
         if seed is None:
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
         self.seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1) % 2**64
-        self._clock = timestamp_clock if clock is None else clock
+        if clock is not None and not callable(clock):
+            raise wrong_type("clock", clock, "None or a function that returns nanoseconds")
+        self._clock_function = timestamp_clock if clock is None else clock
         self._optimizer = self._checked_optimizer(optimizer)
         self._step = 1
         self._custom_score: int | None = None
@@ -332,6 +336,11 @@ class Table(ABC):
         ``state``, ``scores``, ``counter_ids``, ``counter_counts`` and ``meta`` (numbers)."""
 
     @abstractmethod
+    def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
+        """Raise unless :meth:`load_state_dict` would take ``state`` once the table's optimizer is
+        of ``kind``."""
+
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
         """Replace the content by that of :meth:`state_dict`; returns how many rows did not fit.
 
@@ -352,6 +361,14 @@ class Table(ABC):
         if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
             return self._custom_score or 0
         return 1 if strategy is DynamicEmbScoreStrategy.LFU else 0
+
+    def _clock(self) -> int:
+        return check_integer(
+            f"the clock of table {self.name!r}",
+            self._clock_function(),
+            minimum=0,
+            maximum=2**64 - 1,
+        )
 
     def set_score(self, score: int) -> None:
         """The score of the training batches from now on; only with CUSTOMIZED.
@@ -416,8 +433,9 @@ class Table(ABC):
 
     # ---- shared by the implementations ----
 
-    def check_failures(self, failures: int, batch: int) -> None:
-        """Obey ``safe_check_mode`` after a batch in which ``failures`` ids found no slot."""
+    def check_failures(self, failures: int, batch: int, evicted: Rows | None = None) -> None:
+        """Obey ``safe_check_mode`` after a batch in which ``failures`` ids found no slot. An error
+        carries the rows the batch evicted, which would be lost otherwise."""
         mode = self.options.safe_check_mode
         if failures == 0 or mode is DynamicEmbCheckMode.IGNORE:
             return
@@ -427,7 +445,7 @@ class Table(ABC):
             "0.0. Raise max_capacity"
         )
         if mode is DynamicEmbCheckMode.ERROR:
-            raise InsertionError(message)
+            raise InsertionError(message, evicted)
         warnings.warn(message, UserWarning, stacklevel=3)
 
     def check_ids(self, name: str, ids: object) -> torch.Tensor:
@@ -439,7 +457,7 @@ class Table(ABC):
         if ids.dim() != 1:
             raise wrong_value(f"{name}.shape", tuple(ids.shape), "one dimension")
         self.check_device(name, ids)
-        return ids.contiguous().view(torch.int64)
+        return ids.resolve_neg().contiguous().view(torch.int64)
 
     def check_device(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.device.type != self.device.type:
@@ -447,6 +465,8 @@ class Table(ABC):
                 f"{name}.device is {str(tensor.device)!r}; allowed: {str(self.device)!r}, where "
                 f"table {self.name!r} is"
             )
+        if tensor.layout != torch.strided:
+            raise wrong_value(f"{name}.layout", tensor.layout, "torch.strided")
 
     def check_rows(
         self, name: str, rows: object, count: int, columns: int, dtype: torch.dtype
@@ -459,7 +479,7 @@ class Table(ABC):
         if rows.shape != (count, columns):
             raise wrong_value(f"{name}.shape", tuple(rows.shape), str((count, columns)))
         self.check_device(name, rows)
-        return rows.detach().contiguous()
+        return rows.detach().resolve_neg().contiguous()
 
     def check_counts(self, counts: object, count: int) -> torch.Tensor:
         """``counts`` as a contiguous int64 tensor of positive numbers."""

@@ -9,7 +9,7 @@ import torch
 
 from dynamicemb.admission import ProbabilityAdmissionStrategy
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
-from dynamicemb.optimizers import OptimizerKind
+from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 
 if TYPE_CHECKING:
     from dynamicemb.table.cpu import CpuTable
@@ -72,29 +72,47 @@ def optimizer_kind(state: Mapping[str, torch.Tensor]) -> OptimizerKind:
     return OptimizerKind(_numbers(state)["optimizer"])
 
 
-def load(table: CpuTable, state: Mapping[str, torch.Tensor]) -> int:
-    """See :meth:`Table.load_state_dict`."""
-    numbers = _numbers(state)
-    kind = OptimizerKind(numbers["optimizer"])
-    if kind is not table.optimizer.kind:
+def check(table: CpuTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
+    """Raise unless the content fits a table whose optimizer is of ``kind``."""
+    _checked(table, state, kind)
+
+
+def _checked(
+    table: CpuTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind
+) -> tuple[torch.Tensor, ...]:
+    if optimizer_kind(state) is not kind:
         raise InvalidArgumentError(
-            f"the content of table {table.name!r} has the state of {kind.name}; allowed: "
-            f"{table.optimizer.kind.name}, the table's optimizer"
+            f"the content of table {table.name!r} has the state of {optimizer_kind(state).name}; "
+            f"allowed: {kind.name}, the table's optimizer"
         )
     ids = table.check_ids("ids", state["ids"])
     count = len(ids)
-    embeddings = table.check_rows("embeddings", state["embeddings"], count, table.dim, table.dtype)
-    rows = table.check_rows("state", state["state"], count, table.state_dim, torch.float32)
-    scores = table.check_scores(state["scores"], count)
+    state_dim = Optimizer(kind, OptimizerArgs()).state_dim(table.dim)
     counter_ids = table.check_ids("counter_ids", state["counter_ids"])
-    counts = state["counter_counts"]
-    if len(counter_ids):
-        counts = table.check_counts(counts, len(counter_ids))
+    return (
+        ids,
+        table.check_rows("embeddings", state["embeddings"], count, table.dim, table.dtype),
+        table.check_rows("state", state["state"], count, state_dim, torch.float32),
+        table.check_scores(state["scores"], count),
+        counter_ids,
+        table.check_counts(state["counter_counts"], len(counter_ids)),
+    )
 
+
+def load(table: CpuTable, state: Mapping[str, torch.Tensor]) -> int:
+    """See :meth:`Table.load_state_dict`."""
+    numbers = _numbers(state)
+    ids, embeddings, rows, scores, counter_ids, counts = _checked(
+        table, state, table.optimizer.kind
+    )
+    if len(ids) > table.max_slots:  # the last to come stay: those with the highest scores
+        words = scores if scores.dim() == 1 else scores[:, -1]
+        order = torch.argsort(words ^ -(2**63), stable=True)  # as unsigned numbers
+        ids, embeddings, rows, scores = (x[order] for x in (ids, embeddings, rows, scores))
     table.clear()
     before = table.stats()
     step = 65536
-    for begin in range(0, count, step):
+    for begin in range(0, len(ids), step):
         part = slice(begin, begin + step)
         table.write_rows(ids[part], embeddings[part], rows[part], scores[part])
     after = table.stats()
@@ -109,8 +127,7 @@ def load(table: CpuTable, state: Mapping[str, torch.Tensor]) -> int:
         table.admit_strategy.calls = numbers["admission_calls"]
     if table.counter is not None:
         table.counter.restore(counter_ids, counts)
-    lost = after.evictions - before.evictions + after.failures - before.failures
-    return lost
+    return after.evictions - before.evictions + after.failures - before.failures
 
 
 def _numbers(state: Mapping[str, torch.Tensor]) -> dict[str, int]:

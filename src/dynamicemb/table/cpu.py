@@ -56,20 +56,21 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 def _engine_initializer(args: DynamicEmbInitializerArgs, seed: int) -> _engine.Initializer:
     args = complete_initializer_args(args)
-    cdf = (0.0, 1.0)
+    cdf, spread = (0.0, 1.0), args.std_dev
     if args.mode is DynamicEmbInitializerMode.TRUNCATED_NORMAL:
         assert args.lower is not None
         assert args.upper is not None
-        scale = args.std_dev * math.sqrt(2.0)
-        low, high = (0.5 * math.erfc(-(x - args.mean) / scale) for x in (args.lower, args.upper))
-        cdf = (low, high)
+        low, high = ((x - args.mean) / args.std_dev for x in (args.lower, args.upper))
+        if low + high > 0:  # draw from the mirrored range: floats are finer near 0 than near 1
+            low, high, spread = -high, -low, -spread
+        cdf = (0.5 * math.erfc(-low / math.sqrt(2.0)), 0.5 * math.erfc(-high / math.sqrt(2.0)))
     return _engine.Initializer(
         mode=_MODES[args.mode],
         value=args.value,
         lower=0.0 if args.lower is None else args.lower,
         upper=1.0 if args.upper is None else args.upper,
         mean=args.mean,
-        std_dev=args.std_dev,
+        std_dev=spread,
         cdf_lower=cdf[0],
         cdf_upper=cdf[1],
         seed=seed,
@@ -107,16 +108,19 @@ class _Counter:
             initial_state=[],
         )
 
-    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The counts after adding; an id that found no place has just this batch's."""
+    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Count distinct ids."""
         batch = _engine.Batch(self.table, _TRAIN, ids.data_ptr(), len(ids), counts.data_ptr())
         _engine.run_batches([batch], [(0, 0)], _threads())
+
+    def counts(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: how often each id was counted."""
         found = torch.empty(len(ids), dtype=torch.bool)
-        total = torch.empty_like(counts)
+        counts = torch.empty(len(ids), dtype=torch.int64)
         self.table.read(
-            ids.data_ptr(), len(ids), _threads(), found.data_ptr(), 0, 0, total.data_ptr()
+            ids.data_ptr(), len(ids), _threads(), found.data_ptr(), 0, 0, counts.data_ptr()
         )
-        return torch.where(found, total, counts)
+        return counts
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, counts), both int64 [n]."""
@@ -147,6 +151,7 @@ class CpuTable(Table):
         super().__init__(options, optimizer=optimizer, name=name, seed=seed, clock=clock)
         options = self.options
         self._width, start, maximum = self.bucket_layout_of(options)
+        self.max_slots = self._width * maximum
         columns, scalar, initial = _state_layout(self.optimizer, self.dim)
         pair = isinstance(options.score_strategy, tuple)
         try:
@@ -281,7 +286,7 @@ class CpuTable(Table):
             counts = self.check_counts(counts, len(ids))
         group = CpuTableGroup([self])
         lookup = group.find_or_insert(
-            ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted
+            ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted, check=False
         )
         batch = lookup.batches[0]
         embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype)
@@ -289,7 +294,9 @@ class CpuTable(Table):
         group.read(lookup, pooling, embeddings)
         slots = torch.empty(len(ids), dtype=torch.int64)
         batch.slots(slots.data_ptr())
-        return Inserted(embeddings, slots, self._evicted(batch) if return_evicted else None)
+        evicted = self._evicted(batch) if return_evicted else None
+        self.check_failures(batch.failures, batch.size, evicted)
+        return Inserted(embeddings, slots, evicted)
 
     def insert(
         self,
@@ -302,7 +309,7 @@ class CpuTable(Table):
     ) -> Written:
         batch = self._write(_INSERT, ids, embeddings, state, scores, return_evicted)
         evicted = self._evicted(batch) if return_evicted else None
-        self.check_failures(batch.failures, batch.size)
+        self.check_failures(batch.failures, batch.size, evicted)
         return Written(self._written(batch), evicted)
 
     def assign(
@@ -400,6 +407,9 @@ class CpuTable(Table):
     def state_dict(self) -> dict[str, torch.Tensor]:
         return content.save(self)
 
+    def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
+        content.check(self, state, kind)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
         return content.load(self, state)
 
@@ -411,7 +421,7 @@ class CpuTable(Table):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickling and copying carry the rows along."""
-        settings = (self.options, self.optimizer, self.name, self.seed, self._clock)
+        settings = (self.options, self.optimizer, self.name, self.seed, self._clock_function)
         return _restore_table, (*settings, self.state_dict())
 
     # ---- admission ----
@@ -427,9 +437,10 @@ class CpuTable(Table):
         ids = torch.empty(count, dtype=torch.int64)
         counts = torch.empty(count, dtype=torch.int64)
         batch.missing(ids.data_ptr(), counts.data_ptr())
+        frequencies = counts
         if self.counter is not None:
-            counts = self.counter.add(ids, counts)
-        mask = strategy.admit(ids, counts)
+            frequencies = counts + self.counter.counts(ids)
+        mask = strategy.admit(ids, frequencies)
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             raise wrong_type(
                 f"the result of {type(strategy).__name__}.admit", mask, "a tensor of bool"
@@ -447,6 +458,8 @@ class CpuTable(Table):
             rows = torch.zeros(rejected, self.dim, dtype=torch.float32)
             strategy.initialize_non_admitted_embeddings(rows, torch.arange(rejected))
         batch.admit(mask.data_ptr(), self._rejected_initializer, _address(rows))
+        if self.counter is not None:  # after the strategy, which may have raised
+            self.counter.add(ids, counts)
 
 
 def _restore_table(
@@ -492,6 +505,7 @@ class CpuTableGroup(TableGroup):
         counts: torch.Tensor | None = None,
         protect: Sequence[Lookup] = (),
         keep_evicted: bool = False,
+        check: bool = True,
     ) -> CpuLookup:
         scores = [table.batch_score() for table in self.tables]
         batches = []
@@ -521,9 +535,11 @@ class CpuTableGroup(TableGroup):
                 _engine.run_batches(batches, scores, _threads())
         except MemoryError as error:
             raise OutOfMemoryError(f"tables {[t.name for t in self.tables]}: {error}") from error
-        for table, batch in zip(self.tables, batches, strict=True):
+        for table in self.tables:
             table.advance_step()
-            table.check_failures(batch.failures, batch.size)
+        if check:
+            for table, batch in zip(self.tables, batches, strict=True):
+                table.check_failures(batch.failures, batch.size)
         return CpuLookup(batches, tuple(bounds))
 
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:

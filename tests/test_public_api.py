@@ -1,0 +1,319 @@
+"""The public surface, frozen: a change here is a change for users and belongs in the changelog."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import dynamicemb
+from dynamicemb import (
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbedding,
+    DynamicEmbeddingBag,
+    DynamicEmbInitializerArgs,
+    DynamicEmbTableOptions,
+    KVCounter,
+    OptimizerArgs,
+)
+from dynamicemb.table import Table, TableStats, create_table
+
+NAMES = {
+    "AdmissionStrategy",
+    "ArgumentTypeError",
+    "BATCH_SIZE_PER_DUMP",
+    "BUCKET_ALIGNMENT",
+    "BatchedDynamicEmbeddingTables",
+    "BatchedDynamicEmbeddingTablesV2",
+    "Counter",
+    "DEMB_TABLE_ALIGN_SIZE",
+    "DynamicEmbCheckMode",
+    "DynamicEmbError",
+    "DynamicEmbEvictStrategy",
+    "DynamicEmbInitializerArgs",
+    "DynamicEmbInitializerMode",
+    "DynamicEmbPoolingMode",
+    "DynamicEmbScoreStrategy",
+    "DynamicEmbTableOptions",
+    "DynamicEmbedding",
+    "DynamicEmbeddingBag",
+    "EmbOptimType",
+    "FrequencyAdmissionStrategy",
+    "InsertionError",
+    "InvalidArgumentError",
+    "KVCounter",
+    "MAX_BUCKET_CAPACITY",
+    "OptimizerArgs",
+    "OutOfMemoryError",
+    "ProbabilityAdmissionStrategy",
+    "ScoreStrategy",
+    "UsageError",
+    "align_to_table_size",
+    "data_type_to_dtype",
+    "data_type_to_dyn_emb",
+    "dyn_emb_to_torch",
+    "string_to_evict_strategy",
+    "torch_to_dyn_emb",
+}
+
+
+def defaults(function: Any) -> dict[str, str]:
+    """Parameter names with their defaults; a name that must be given has none."""
+    return {
+        name: "" if one.default is inspect.Parameter.empty else str(one.default)
+        for name, one in inspect.signature(function).parameters.items()
+        if name != "self"
+    }
+
+
+def fields(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def test_names_of_the_package() -> None:
+    assert set(dynamicemb.__all__) == NAMES
+    assert len(dynamicemb.__all__) == len(NAMES)
+    for name in NAMES:
+        assert hasattr(dynamicemb, name)
+
+
+def test_table_options() -> None:
+    assert fields(DynamicEmbTableOptions) == [
+        "index_type",
+        "embedding_dtype",
+        "score_type",
+        "device_id",
+        "dim",
+        "max_capacity",
+        "init_capacity",
+        "max_load_factor",
+        "global_hbm_for_values",
+        "local_hbm_for_values",
+        "evict_strategy",
+        "bucket_capacity",
+        "safe_check_mode",
+        "block_size",
+        "io_block_size",
+        "io_by_cpu",
+        "use_constant_memory",
+        "reserved_key_start_bit",
+        "num_of_buckets_per_alloc",
+        "initializer_args",
+        "score_strategy",
+        "eval_initializer_args",
+        "training",
+        "caching",
+        "external_storage",
+        "dist_type",
+        "admit_strategy",
+        "admission_counter",
+    ]
+    options = DynamicEmbTableOptions()
+    shown = {name: str(getattr(options, name)) for name in fields(DynamicEmbTableOptions)}
+    initial = "DynamicEmbInitializerArgs(mode={}, mean=0.0, std_dev=1.0, lower=None, upper=None, "
+    assert shown == {
+        "index_type": "None",
+        "embedding_dtype": "None",
+        "score_type": "torch.uint64",
+        "device_id": "None",
+        "dim": "None",
+        "max_capacity": "None",
+        "init_capacity": "None",
+        "max_load_factor": "0.5",
+        "global_hbm_for_values": "0",
+        "local_hbm_for_values": "0",
+        "evict_strategy": "DynamicEmbEvictStrategy.LRU",
+        "bucket_capacity": "128",
+        "safe_check_mode": "2",
+        "block_size": "128",
+        "io_block_size": "1024",
+        "io_by_cpu": "False",
+        "use_constant_memory": "False",
+        "reserved_key_start_bit": "0",
+        "num_of_buckets_per_alloc": "1",
+        "initializer_args": initial.format("<DynamicEmbInitializerMode.UNIFORM: 'uniform'>")
+        + "value=0.0)",
+        "score_strategy": "0",
+        "eval_initializer_args": initial.format("<DynamicEmbInitializerMode.CONSTANT: 'constant'>")
+        + "value=0.0)",
+        "training": "True",
+        "caching": "False",
+        "external_storage": "None",
+        "dist_type": "roundrobin",
+        "admit_strategy": "None",
+        "admission_counter": "None",
+    }
+
+
+def test_other_option_classes() -> None:
+    assert fields(DynamicEmbInitializerArgs) == [
+        "mode",
+        "mean",
+        "std_dev",
+        "lower",
+        "upper",
+        "value",
+    ]
+    assert fields(KVCounter) == ["capacity", "bucket_capacity", "key_type"]
+    assert {"learning_rate", "eps", "beta1", "beta2", "weight_decay", "momentum"} <= set(
+        fields(OptimizerArgs)
+    )
+    assert fields(TableStats) == [
+        "hits",
+        "misses",
+        "inserts",
+        "evictions",
+        "failures",
+        "rejections",
+        "dropped_gradients",
+        "size",
+        "capacity",
+        "load_factor",
+        "bytes",
+    ]
+
+
+SIMPLE = {
+    "padding_idx": "None",
+    "max_capacity": "None",
+    "dtype": "None",
+    "output_dtype": "None",
+    "optimizer": "None",
+    "optimizer_args": "None",
+    "options": "None",
+    "seed": "None",
+    "name": "rows",
+    "device": "None",
+}
+
+
+def test_module_arguments() -> None:
+    assert defaults(DynamicEmbedding.__init__) == {"embedding_dim": "", **SIMPLE}
+    assert defaults(DynamicEmbeddingBag.__init__) == {
+        "embedding_dim": "",
+        "mode": "mean",
+        "include_last_offset": "False",
+        **SIMPLE,
+    }
+    assert defaults(BatchedDynamicEmbeddingTables.__init__) == {
+        "table_options": "",
+        "table_names": "None",
+        "feature_table_map": "None",
+        "use_index_dedup": "False",
+        "prefetch_pipeline": "False",
+        "pooling_mode": "0",
+        "output_dtype": "torch.float32",
+        "device": "None",
+        "enforce_hbm": "False",
+        "bounds_check_mode": "None",
+        "optimizer": "sgd",
+        "separate_step": "False",
+        "seed": "None",
+        "optimizer_args": "",
+    }
+
+
+def test_module_methods() -> None:
+    forward = {"offsets": "None", "per_sample_weights": "None"}
+    assert defaults(DynamicEmbedding.forward) == {"input": ""}
+    assert defaults(DynamicEmbeddingBag.forward) == {"input": "", **forward}
+    module = BatchedDynamicEmbeddingTables
+    assert defaults(module.forward) == {
+        "indices": "",
+        "offsets": "",
+        "per_sample_weights": "None",
+        "feature_requires_grad": "None",
+        "batch_size_per_feature_per_rank": "None",
+        "total_unique_indices": "None",
+    }
+    assert defaults(module.prefetch) == {
+        "indices": "",
+        "offsets": "",
+        "forward_stream": "None",
+        "batch_size_per_feature_per_rank": "None",
+        "frequency_counters": "None",
+    }
+    assert defaults(module.set_score) == {"named_score": ""}
+    assert defaults(module.get_score) == {}
+    assert defaults(module.set_learning_rate) == {"lr": ""}
+    assert defaults(module.incremental_dump) == {"named_thresholds": "", "pg": "None"}
+    assert defaults(module.export_keys_values) == {
+        "table_name": "",
+        "device": "cpu",
+        "batch_size": "65536",
+    }
+    assert defaults(module.step) == defaults(module.flush) == {}
+
+
+def test_table_methods() -> None:
+    assert defaults(create_table) == {
+        "options": "",
+        "optimizer": "None",
+        "name": "table",
+        "seed": "None",
+        "clock": "None",
+        "device": "cpu",
+    }
+    assert defaults(Table.find) == defaults(Table.contains) == {"ids": ""}
+    assert defaults(Table.find_or_insert) == {
+        "ids": "",
+        "counts": "None",
+        "return_evicted": "False",
+    }
+    assert defaults(Table.insert) == {
+        "ids": "",
+        "embeddings": "",
+        "state": "None",
+        "scores": "None",
+        "return_evicted": "False",
+    }
+    assert defaults(Table.assign) == {
+        "ids": "",
+        "embeddings": "",
+        "state": "None",
+        "scores": "None",
+    }
+    assert defaults(Table.export) == {"batch_size": "65536", "score_threshold": "None"}
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("dynamicemb_config", ["DynamicEmbTableOptions", "DynamicEmbScoreStrategy"]),
+        ("batched_dynamicemb_tables", ["BatchedDynamicEmbeddingTables"]),
+        ("optimizer", ["EmbOptimType", "OptimizerArgs"]),
+        ("types", ["AdmissionStrategy", "Counter", "DynamicEmbDataType"]),
+        ("embedding_admission", ["FrequencyAdmissionStrategy", "KVCounter"]),
+    ],
+)
+def test_import_paths_of_existing_code(module: str, names: list[str]) -> None:
+    imported = importlib.import_module(f"dynamicemb.{module}")
+    for name in names:
+        assert hasattr(imported, name)
+        if name in NAMES:
+            assert getattr(imported, name) is getattr(dynamicemb, name)
+
+
+def test_it_imports_with_torch_alone() -> None:
+    code = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torchrec", "fbgemm_gpu"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+import torch, dynamicemb
+rows = dynamicemb.DynamicEmbedding(4)
+rows(torch.tensor([1, 2])).sum().backward()
+torch.optim.SGD(rows.parameters(), lr=0.1).step()
+assert "torchrec" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""  # the library prints nothing
+    assert "Warning" not in done.stderr
