@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -42,6 +43,13 @@ struct Evicted {
   std::vector<float> state;
   std::vector<uint64_t> scores;
 };
+
+// Counts stop at their largest value: a row that is used for ever must not become the coldest.
+template <class T>
+T add_saturated(T a, T b) {
+  T sum;
+  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<T>::max() : sum;
+}
 
 class Batch {
  public:

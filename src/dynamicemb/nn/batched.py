@@ -193,6 +193,8 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         """``{table name: score}``; see :meth:`dynamicemb.table.Table.set_score`."""
         _check_mapping("named_score", named_score)
         tables = [(self._table(name), score) for name, score in named_score.items()]
+        for table, score in tables:  # all or none
+            table.check_score(score)
         for table, score in tables:
             table.set_score(score)
 

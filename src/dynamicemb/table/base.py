@@ -375,12 +375,7 @@ class Table(ABC):
 
         A score below the one before warns, unless DYNAMICEMB_CSTM_SCORE_CHECK=0.
         """
-        if self.options.score_strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
-            raise UsageError(
-                f"set_score on table {self.name!r}, whose score_strategy is "
-                f"{self.options.score_strategy!r}; allowed: only with CUSTOMIZED"
-            )
-        score = check_integer("score", score, minimum=1, maximum=2**64 - 1)
+        score = self.check_score(score)
         before = self._custom_score or 0
         if score < before and warning_for_cstm_score():
             warnings.warn(
@@ -390,6 +385,15 @@ class Table(ABC):
                 stacklevel=2,
             )
         self._custom_score = score
+
+    def check_score(self, score: int) -> int:
+        """Raise unless :meth:`set_score` would take ``score``."""
+        if self.options.score_strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
+            raise UsageError(
+                f"set_score on table {self.name!r}, whose score_strategy is "
+                f"{self.options.score_strategy!r}; allowed: only with CUSTOMIZED"
+            )
+        return check_integer("score", score, minimum=1, maximum=2**64 - 1)
 
     def batch_score(self) -> tuple[int, int]:
         """(score, timestamp) for the batch that is about to be written."""

@@ -1,0 +1,276 @@
+// The second half of a batch: scores, insertions, evictions.
+#include <algorithm>
+#include <cstring>
+
+#include "batch.h"
+#include "hash.h"
+
+namespace dynamicemb {
+
+// The slots of one wide bucket that may be evicted, smallest (score, slot) first. Scanning a wide
+// bucket once per eviction would be quadratic.
+struct VictimQueue {
+  std::vector<std::pair<uint64_t, uint32_t>> slots;
+  size_t next = 0;
+  uint32_t free_from = 0;
+  bool built = false;
+
+  void build(const Record* records, uint32_t width, uint32_t stamp, size_t wanted) {
+    built = true;
+    for (uint32_t slot = 0; slot < width; ++slot)
+      if (records[slot].stamp != stamp) slots.emplace_back(records[slot].score, slot);
+    const size_t count = std::min(wanted, slots.size());
+    std::partial_sort(slots.begin(), slots.begin() + static_cast<std::ptrdiff_t>(count),
+                      slots.end());
+    slots.resize(count);
+  }
+};
+
+void Batch::update_hit(uint32_t entry, uint32_t slot, const BatchScore& score) {
+  Record& record = table_->records_[slot];
+  record.stamp = stamp_;
+  if (mode_ != BatchMode::kAssign) {
+    switch (table_->config_.strategy) {
+      case ScoreStrategy::kTimestamp:
+      case ScoreStrategy::kStep:
+      case ScoreStrategy::kCustomized:
+        record.score = score.value;
+        break;
+      case ScoreStrategy::kLfu:
+        record.score = add_saturated(record.score, entry_counts_[entry]);
+        break;
+      case ScoreStrategy::kNoEviction:
+        break;
+      case ScoreStrategy::kTimestampLfu:
+        record.score = add_saturated(record.score, entry_counts_[entry]);
+        table_->timestamps_[slot] = score.timestamp;
+        break;
+    }
+  }
+  if (mode_ != BatchMode::kTrain) write_given(entry, slot, false);
+}
+
+void Batch::write_given(uint32_t entry, uint32_t slot, bool fresh) {
+  Table& t = *table_;
+  Record& record = t.records_[slot];
+  std::byte* row = t.row(slot);
+  const size_t last = occurrences_[spans_[entry].end - 1];
+  if (given_.embeddings != nullptr)
+    std::memcpy(row, given_.embeddings + last * t.embedding_bytes_, t.embedding_bytes_);
+  else if (fresh)
+    initialize_row(t.config_.initializer, entry_ids_[entry], row);
+  if (given_.state != nullptr) {
+    const float* state = given_.state + last * t.state_.dim();
+    std::memcpy(t.row_state(row), state, t.state_.columns * sizeof(float));
+    if (t.state_.scalar) record.scalar = state[t.state_.columns];
+  } else if (fresh) {
+    t.initialize_state(row, record);
+  }
+  if (given_.scores != nullptr) {
+    const uint32_t words = t.score_words();
+    if (words == 2) t.timestamps_[slot] = given_.scores[2 * last];
+    record.score = given_.scores[words * last + words - 1];
+  }
+}
+
+void Batch::hand_back(Partition& p, uint32_t entry, uint32_t slot) {
+  const Table& t = *table_;
+  const std::byte* row = t.row(slot);
+  const float* state = t.row_state(const_cast<std::byte*>(row));
+  p.evicted_by.push_back(entry);
+  p.evicted.ids.push_back(t.keys_[slot]);
+  p.evicted.embeddings.insert(p.evicted.embeddings.end(), row, row + t.embedding_bytes_);
+  p.evicted.state.insert(p.evicted.state.end(), state, state + t.state_.columns);
+  if (t.state_.scalar) p.evicted.state.push_back(t.records_[slot].scalar);
+  if (t.score_words() == 2) p.evicted.scores.push_back(t.timestamps_[slot]);
+  p.evicted.scores.push_back(t.records_[slot].score);
+}
+
+void Batch::insert(Partition& p, uint32_t entry, const BatchScore& score, VictimQueue* queue) {
+  Table& t = *table_;
+  const uint32_t width = t.config_.width;
+  const uint64_t id = entry_ids_[entry], hash = hash_id(id);
+  const auto base = static_cast<uint32_t>(bucket_of(hash, t.buckets_) * width);
+  const uint8_t* digests = t.digests_.data() + base;
+  uint32_t position;
+  if (queue != nullptr) {
+    const uint32_t start = queue->free_from / 16 * 16;
+    position = start + kernels().free_position(digests + start, width - start);
+    queue->free_from = position;
+  } else {
+    position = kernels().free_position(digests, width);
+  }
+  if (position == width) {
+    if (t.config_.strategy == ScoreStrategy::kNoEviction) {
+      position = kNoSlot;
+    } else if (queue != nullptr) {
+      if (!queue->built) queue->build(t.records_.data() + base, width, stamp_, p.missing);
+      position = queue->next < queue->slots.size() ? queue->slots[queue->next++].second : kNoSlot;
+    } else {
+      position = kernels().victim(t.records_.data() + base, width, stamp_);
+    }
+    if (position == kNoSlot) {
+      entry_fate_[entry] = kFailed;
+      ++p.counters.failures;
+      return;
+    }
+    const uint32_t slot = base + position;
+    if (keep_evicted_) hand_back(p, entry, slot);
+    if (t.wide()) t.unlink_wide(slot);
+    ++p.counters.evictions;
+  }
+  const uint32_t slot = base + position;
+  p.highest_position = std::max(p.highest_position, position + 1);
+  ++p.counters.inserts;
+  t.digests_[slot] = digest_of(hash);
+  t.keys_[slot] = id;
+  if (t.wide()) t.link_wide(slot);
+  entry_slots_[entry] = slot;
+  Record& record = t.records_[slot];
+  record.stamp = stamp_;
+  const uint64_t count = entry_counts_[entry];
+  switch (t.config_.strategy) {
+    case ScoreStrategy::kLfu:
+      record.score = count;
+      break;
+    case ScoreStrategy::kTimestampLfu:
+      record.score = count;
+      t.timestamps_[slot] = score.timestamp;
+      break;
+    case ScoreStrategy::kNoEviction:
+      p.inserted.push_back(entry);
+      break;
+    default:
+      record.score = score.value;
+  }
+  std::byte* row = t.row(slot);
+  if (mode_ == BatchMode::kTrain) {
+    initialize_row(t.config_.initializer, id, row);
+    t.initialize_state(row, record);
+  } else {
+    write_given(entry, slot, true);
+  }
+}
+
+void Batch::publish(const Partition& p) {
+  const Table& t = *table_;
+  for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry) {
+    uint32_t row;
+    if (entry_fate_[entry] == kThere && entry_slots_[entry] != kNoSlot) {
+      row = static_cast<uint32_t>(t.row_of(entry_slots_[entry]));
+    } else {
+      row = kSideRow | (entry_fate_[entry] == kRejected ? entry_side_[entry] : 0);
+    }
+    const auto [begin, end] = spans_[entry];
+    for (uint32_t i = begin; i < end; ++i) rows_[occurrences_[i]] = row;
+  }
+}
+
+void Batch::commit(size_t partition, const BatchScore& score) {
+  Partition& p = parts_[partition];
+  const uint32_t end = p.begin + p.unique;
+  constexpr uint32_t kDistance = 16;
+  if (mode_ != BatchMode::kLocate) {
+    for (uint32_t entry = p.begin; entry < end; ++entry) {
+      if (entry + kDistance < end && entry_slots_[entry + kDistance] != kNoSlot)
+        prefetch(&table_->records_[entry_slots_[entry + kDistance]]);
+      const uint32_t slot = entry_slots_[entry];
+      if (slot != kNoSlot && entry_fate_[entry] == kThere) update_hit(entry, slot, score);
+    }
+    p.counters.hits = p.unique - p.missing;
+    p.counters.misses = p.missing;
+  }
+  if (p.missing != 0 && (mode_ == BatchMode::kTrain || mode_ == BatchMode::kInsert)) {
+    std::vector<VictimQueue> queues(table_->wide() ? table_->buckets_ : 0);
+    for (uint32_t entry = p.begin; entry < end; ++entry) {
+      if (entry_slots_[entry] != kNoSlot) continue;
+      if (entry_fate_[entry] == kRejected) {
+        ++p.counters.rejections;
+      } else {
+        VictimQueue* queue = nullptr;
+        if (table_->wide())
+          queue = &queues[bucket_of(hash_id(entry_ids_[entry]), table_->buckets_)];
+        insert(p, entry, score, queue);
+      }
+    }
+  }
+  if (mode_ == BatchMode::kTrain) publish(p);
+}
+
+void Batch::finish() {
+  Table& t = *table_;
+  uint32_t highest = 0;
+  std::vector<std::pair<uint32_t, size_t>> evicting;  // (first occurrence, partition)
+  std::vector<uint32_t> numbered;
+  for (size_t i = 0; i < partitions_; ++i) {
+    Partition& p = parts_[i];
+    highest = std::max(highest, p.highest_position);
+    counters_.add(p.counters);
+    for (uint32_t entry : p.evicted_by) evicting.emplace_back(entry_first_[entry], i);
+    numbered.insert(numbered.end(), p.inserted.begin(), p.inserted.end());
+  }
+  if (highest != 0) t.touch_position(highest - 1);
+  if (mode_ != BatchMode::kTrain) counters_.hits = counters_.misses = 0;
+  t.size_ += counters_.inserts - counters_.evictions;
+  t.counters_.add(counters_);
+  if (counters_.evictions != 0) ++t.version_;
+  version_ = t.version_;
+  ++t.changes_;
+
+  if (t.config_.strategy == ScoreStrategy::kNoEviction) number_rows(numbered);
+
+  if (evicting.empty()) return;
+  // A partition's evictions are in the order of its entries; merge them to the order of the batch.
+  std::vector<size_t> next(partitions_, 0);
+  std::sort(evicting.begin(), evicting.end());
+  const size_t row_bytes = t.embedding_bytes_, state = t.state_.dim(), words = t.score_words();
+  for (const auto& [first, part] : evicting) {
+    Evicted& from = parts_[part].evicted;
+    const size_t i = next[part]++;
+    const auto copy = [i](auto& to, const auto& source, size_t width) {
+      const auto begin = source.begin() + static_cast<std::ptrdiff_t>(i * width);
+      to.insert(to.end(), begin, begin + static_cast<std::ptrdiff_t>(width));
+    };
+    copy(evicted_.ids, from.ids, 1);
+    copy(evicted_.embeddings, from.embeddings, row_bytes);
+    copy(evicted_.state, from.state, state);
+    copy(evicted_.scores, from.scores, words);
+  }
+}
+
+void Batch::number_rows(std::vector<uint32_t>& inserted) {
+  Table& t = *table_;
+  if (given_.scores == nullptr) {
+    std::sort(inserted.begin(), inserted.end(),
+              [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
+    for (uint32_t entry : inserted) t.records_[entry_slots_[entry]].score = t.next_row_number_++;
+    return;
+  }
+  // Given numbers: go on after the largest.
+  for (const Partition& p : parts_)
+    for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
+      if (entry_slots_[entry] != kNoSlot)
+        t.next_row_number_ = std::max(
+            t.next_row_number_, add_saturated(t.records_[entry_slots_[entry]].score, uint64_t{1}));
+}
+
+void Batch::slots(int64_t* out) const {
+  for (const Partition& p : parts_)
+    for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry) {
+      const bool there = entry_fate_[entry] == kThere && entry_slots_[entry] != kNoSlot;
+      const int64_t slot = there                             ? int64_t{entry_slots_[entry]}
+                           : entry_fate_[entry] == kRejected ? -2
+                                                             : -1;
+      for (uint32_t i = spans_[entry].begin; i < spans_[entry].end; ++i)
+        out[occurrences_[i]] = slot;
+    }
+}
+
+void Batch::written(bool* out) const {
+  for (const Partition& p : parts_)
+    for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
+      for (uint32_t i = spans_[entry].begin; i < spans_[entry].end; ++i)
+        out[occurrences_[i]] = entry_slots_[entry] != kNoSlot;
+}
+
+}  // namespace dynamicemb
