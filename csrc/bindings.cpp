@@ -396,19 +396,15 @@ NB_MODULE(_engine, m) {
   nb::set_leak_warnings(false);
   m.doc() = "The C++ engine of dynamicemb. Private: use dynamicemb.table.";
   m.def(
-      "first_decrease",
-      [](Address offsets, size_t count) -> int64_t {
-        const auto* values = at<int64_t>(offsets);
-        int64_t sign = 0;  // one pass that vectorises; differences of valid offsets do not overflow
+      "valid_offsets",
+      [](Address address, size_t count, int64_t total) {
+        const auto* offsets = at<int64_t>(address);
+        uint64_t sign = 0;  // one pass that vectorises: valid differences do not overflow
         for (size_t i = 1; i < count; ++i)
-          sign |= static_cast<int64_t>(static_cast<uint64_t>(values[i]) -
-                                       static_cast<uint64_t>(values[i - 1]));
-        if (sign >= 0) return -1;
-        for (size_t i = 1; i < count; ++i)
-          if (values[i] < values[i - 1]) return static_cast<int64_t>(i);
-        return -1;
+          sign |= static_cast<uint64_t>(offsets[i]) - static_cast<uint64_t>(offsets[i - 1]);
+        return offsets[0] == 0 && offsets[count - 1] == total && (sign >> 63) == 0;
       },
-      "offsets"_a, "count"_a, "Index of the first offset below the one before it, or -1.");
+      "address"_a, "count"_a, "total"_a, "Whether offsets go from 0 to total and never decrease.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
   bind_batch(m);

@@ -181,9 +181,8 @@ class ReferenceTable:
         for id_ in new:
             if id_ in self.where and scores is None:
                 self.entry(id_).score = self._fresh(now, occurrences[id_])
-            elif id_ in self.where and self.strategy == "NO_EVICTION":
-                # Later numbers stay above those that came in from outside.
-                self.next_number = max(self.next_number, self.entry(id_).score[0] + 1 & U64)
+        if scores is not None:
+            self._pass_numbers(ids)
         return self.contains(ids), evicted
 
     def assign(
@@ -196,7 +195,15 @@ class ReferenceTable:
                 entry.row = rows[position]
                 if scores is not None:
                     entry.score = scores[position]
+        if scores is not None:
+            self._pass_numbers(ids)
         return self.contains(ids)
+
+    def _pass_numbers(self, ids: Sequence[int]) -> None:
+        """NO_EVICTION: later numbers stay above those that came in from outside."""
+        if self.strategy == "NO_EVICTION":
+            given = [self.entry(id_).score[0] + 1 for id_ in ids if id_ in self.where]
+            self.next_number = min(max([self.next_number, *given]), U64)
 
     def erase(self, ids: Sequence[int]) -> list[bool]:
         erased = []

@@ -59,7 +59,7 @@ def test_click_stream_prints_auc_and_repeats_itself() -> None:
     assert without_speed(click_stream()) == without_speed(output)
 
 
-def test_click_stream_options_do_something() -> None:
+def test_click_stream_takes_its_options() -> None:
     output = click_stream(
         *("--batch-size", "1000", "--new-ids", "3000", "--rows", "2048", "--dim", "4"),
         *("--learning-rate", "0.05", "--admit-after", "2", "--threads", "2", "--seed", "3"),

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 
-def first_decrease(offsets: int, count: int) -> int:
-    """Index of the first offset below the one before it, or -1."""
+def valid_offsets(address: int, count: int, total: int) -> bool:
+    """Whether offsets go from 0 to total and never decrease."""
 
 def instruction_set() -> str: ...
 

@@ -10,11 +10,23 @@ from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` can be read as it is."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
 def check_ids(name: str, ids: object) -> torch.Tensor:
     """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
     if not isinstance(ids, torch.Tensor):
         raise wrong_type(name, ids, "a tensor of integers")
-    if ids.dtype == torch.uint64:
+    if ids.dtype is torch.int64 and _is_plain(ids):
+        return ids
+    if ids.dtype is torch.uint64:
         return check_cpu(name, ids).contiguous().view(torch.int64)
     if ids.dtype not in _INTEGERS:
         raise wrong_type(f"{name}.dtype", ids.dtype, "an integer type, such as torch.int64")
@@ -45,21 +57,19 @@ def check_offsets(offsets: object, count: int) -> torch.Tensor:
             "offsets", getattr(offsets, "dtype", offsets), "a tensor of int64 or int32"
         )
     check_one_dimension("offsets", offsets)
-    offsets = check_cpu("offsets", offsets).to(torch.int64).contiguous()
+    if offsets.dtype is not torch.int64 or not _is_plain(offsets):
+        offsets = check_cpu("offsets", offsets).to(torch.int64).contiguous()
     if len(offsets) == 0:
         raise wrong_value("offsets", "empty", "at least one number")
+    if _engine.valid_offsets(offsets.data_ptr(), len(offsets), count):
+        return offsets
     if int(offsets[0]) != 0:
         raise wrong_value("offsets[0]", int(offsets[0]), "0")
     if int(offsets[-1]) != count:
         raise wrong_value("offsets[-1]", int(offsets[-1]), f"{count}, the number of ids")
-    bad = _engine.first_decrease(offsets.data_ptr(), len(offsets))
-    if bad >= 0:
-        raise wrong_value(
-            f"offsets[{bad}]",
-            int(offsets[bad]),
-            f"at least offsets[{bad - 1}], which is {int(offsets[bad - 1])}",
-        )
-    return offsets
+    bad = int((offsets[1:] < offsets[:-1]).nonzero()[0]) + 1
+    before = f"at least offsets[{bad - 1}], which is {int(offsets[bad - 1])}"
+    raise wrong_value(f"offsets[{bad}]", int(offsets[bad]), before)
 
 
 def check_weights(weights: object, count: int) -> torch.Tensor:
