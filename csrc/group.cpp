@@ -266,7 +266,7 @@ uint64_t Group::update_range(const Segment& segment, const Gradients& gradients,
   float* scratch = sum + dim;
   float* wide = scratch + dim;
   uint64_t dropped = 0;
-  constexpr size_t kDistance = 8;   // rows between a prefetch and its use
+  constexpr size_t kDistance = 16;  // rows between a prefetch and its use
   constexpr uint32_t kFetched = 4;  // gradients of a row that are fetched so far ahead
   for (size_t position = begin; position < end; ++position) {
     if (const size_t ahead = position + kDistance; ahead < end) {

