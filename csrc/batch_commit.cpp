@@ -243,7 +243,10 @@ void Batch::number_rows(std::vector<uint32_t>& inserted) {
   if (given_.scores == nullptr) {
     std::sort(inserted.begin(), inserted.end(),
               [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
-    for (uint32_t entry : inserted) t.records_[entry_slots_[entry]].score = t.next_row_number_++;
+    for (uint32_t entry : inserted) {
+      t.records_[entry_slots_[entry]].score = t.next_row_number_;
+      t.next_row_number_ = add_saturated(t.next_row_number_, uint64_t{1});
+    }
     return;
   }
   // Given numbers: go on after the largest.

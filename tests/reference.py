@@ -248,8 +248,9 @@ class ReferenceTable:
         if self.strategy == "TIMESTAMP_LFU":
             return (now, occurrences)
         if self.strategy == "NO_EVICTION":
-            self.next_number += 1
-            return (self.next_number - 1,)
+            number = self.next_number
+            self.next_number = min(number + 1, U64)
+            return (number,)
         return (now,)
 
     # --- places ----------------------------------------------------------------------------------
