@@ -1,6 +1,6 @@
 """The CPU benchmark: our times, the peers' times in the same run, the ratios and the targets.
 
-    python benchmarks/cpu.py                      everything; about half an hour
+    python benchmarks/cpu.py                      everything; about ten minutes
     python benchmarks/cpu.py --quick              1M rows, few samples, short growth tables
     python benchmarks/cpu.py --only forward,slots --json out.json
 
