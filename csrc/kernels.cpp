@@ -3,33 +3,17 @@
 #include <cstdlib>
 #include <cstring>
 
-#define DYNAMICEMB_DECLARE(variant)                                                              \
-  namespace dynamicemb::variant {                                                                \
-  void find(const IndexView&, const uint64_t*, size_t, uint32_t*);                               \
-  uint32_t free_position(const uint8_t*, uint32_t);                                              \
-  uint32_t victim(const Record*, uint32_t, uint32_t);                                            \
-  void initialize(const Initializer&, uint64_t, float*, uint32_t);                               \
-  void widen(DataType, const void*, float*, uint32_t);                                           \
-  void narrow(DataType, const float*, void*, uint32_t);                                          \
-  void narrow_stochastic(DataType, const float*, void*, uint32_t, uint64_t, uint64_t, uint32_t); \
-  void gather(const RowSource&, const uint32_t*, size_t, DataType, void*, size_t);               \
-  void pool(const RowSource&, const Bag&, DataType, void*);                                      \
-  void accumulate(DataType, const void*, float, float, float*, uint32_t);                        \
-  float dot(const float*, const float*, uint32_t);                                               \
-  extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*,   \
-                                                 uint32_t, const OptimizerStep&);                \
-  Kernels table() {                                                                              \
-    Kernels k{#variant,          find,   free_position, victim,     initialize, widen, narrow,   \
-              narrow_stochastic, gather, pool,          accumulate, dot,        {}};             \
-    for (size_t i = 0; i < kOptimizerKinds; ++i) k.optimize[i] = optimize[i];                    \
-    return k;                                                                                    \
-  }                                                                                              \
-  }
-
-DYNAMICEMB_DECLARE(baseline)
+// One per instruction set, each from its own compilation of kernels_table.cpp.
+namespace dynamicemb::baseline {
+Kernels table();
+}
 #if defined(__x86_64__)
-DYNAMICEMB_DECLARE(avx2)
-DYNAMICEMB_DECLARE(avx512)
+namespace dynamicemb::avx2 {
+Kernels table();
+}
+namespace dynamicemb::avx512 {
+Kernels table();
+}
 #endif
 
 namespace dynamicemb {

@@ -28,6 +28,7 @@ void accumulate(DataType, const void*, float, float, float*, uint32_t);
 float dot(const float*, const float*, uint32_t);
 extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*,
                                                uint32_t, const OptimizerStep&);
+Kernels table();
 
 // Eight 32-bit words; high and low halves of their products with a constant.
 using Words = uint32_t __attribute__((vector_size(32)));
