@@ -53,17 +53,26 @@ constexpr size_t kRing = 64;      // more than two distances, a power of two
 
 // The usual width, 128: two lines of digests per bucket. Ids pass in blocks through steps that are
 // a block apart, so that memory answers while other blocks are worked on.
-struct Probe {
-  uint32_t base;  // slot of the bucket's first position
-  uint32_t digest;
-  uint64_t low, high;  // candidates in the two lines
+struct Block {
+  uint32_t base[kBlock];  // slot of the bucket's first position
+  uint32_t digest[kBlock];
+  uint64_t low[kBlock];   // candidates in the first line
+  uint64_t high[kBlock];  // and in the second
 };
 
-inline void hash_step(const IndexView& index, uint64_t id, Probe& probe) {
-  const uint64_t hash = hash_id(id);
-  probe.base = static_cast<uint32_t>(bucket_of(hash, index.num_buckets) * 128);
-  probe.digest = digest_of(hash);
-  prefetch(index.digests + probe.base);
+// Hashes in one loop without branches or memory accesses, which vectorises.
+inline void hash_step(const IndexView& index, const uint64_t* ids, size_t count, Block& block) {
+  const auto hash_one = [&, buckets = index.num_buckets](size_t i) {
+    const uint64_t hash = hash_id(ids[i]);
+    block.base[i] = static_cast<uint32_t>(bucket_of(hash, buckets) * 128);
+    block.digest[i] = digest_of(hash);
+  };
+  if (count == kBlock) {  // a known length
+    for (size_t i = 0; i < kBlock; ++i) hash_one(i);
+  } else {
+    for (size_t i = 0; i < count; ++i) hash_one(i);
+  }
+  for (size_t i = 0; i < count; ++i) prefetch(index.digests + block.base[i]);
 }
 
 inline uint32_t first_equal(const uint64_t* keys, uint64_t mask, uint64_t id) {
@@ -74,63 +83,66 @@ inline uint32_t first_equal(const uint64_t* keys, uint64_t mask, uint64_t id) {
   return kNoSlot;
 }
 
-inline uint32_t compare_step(const IndexView& index, uint64_t id, const Probe& probe) {
-  const uint64_t* keys = index.keys + probe.base;
-  uint32_t position = first_equal(keys, probe.low, id);
-  if (position != kNoSlot) return probe.base + position;
-  position = first_equal(keys + 64, probe.high, id);
-  return position == kNoSlot ? kNoSlot : probe.base + 64 + position;
+inline uint32_t compare_step(const IndexView& index, uint64_t id, uint32_t base, uint64_t low,
+                             uint64_t high) {
+  const uint64_t* keys = index.keys + base;
+  uint32_t position = first_equal(keys, low, id);
+  if (position != kNoSlot) return base + position;
+  position = first_equal(keys + 64, high, id);
+  return position == kNoSlot ? kNoSlot : base + 64 + position;
+}
+
+inline uint64_t match_line(const IndexView& index, uint32_t at, uint32_t digest) {
+  return match64(index.digests + at, static_cast<uint8_t>(digest));
 }
 
 // Buckets that are about half full: the second line is fetched only for ids without a candidate
 // in the first.
 void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
-  Probe ring[4][kBlock];
+  Block ring[4];
   const size_t blocks = (n + kBlock - 1) / kBlock;
+  const auto size_of = [n](size_t block) {
+    const size_t begin = block * kBlock;
+    return n - begin < kBlock ? n - begin : kBlock;
+  };
   for (size_t step = 0; step < blocks + 3; ++step) {
-    if (step < blocks) {
-      const size_t begin = step * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      Probe* block = ring[step % 4];
-      for (size_t i = 0; i < count; ++i) hash_step(index, ids[begin + i], block[i]);
-    }
+    if (step < blocks) hash_step(index, ids + step * kBlock, size_of(step), ring[step % 4]);
     if (step >= 1 && step - 1 < blocks) {
-      const size_t begin = (step - 1) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      Probe* block = ring[(step - 1) % 4];
+      const size_t count = size_of(step - 1);
+      Block& block = ring[(step - 1) % 4];
       for (size_t i = 0; i < count; ++i) {
-        const uint8_t* digests = index.digests + block[i].base;
-        const uint64_t low = match64(digests, static_cast<uint8_t>(block[i].digest));
-        block[i].low = low;
-        const void* key = index.keys + block[i].base + __builtin_ctzll(low | (uint64_t{1} << 63));
-        prefetch(low != 0 ? key : digests + 64);
+        const uint64_t low = match_line(index, block.base[i], block.digest[i]);
+        block.low[i] = low;
+        const void* key = index.keys + block.base[i] + __builtin_ctzll(low | (uint64_t{1} << 63));
+        prefetch(low != 0 ? key : index.digests + block.base[i] + 64);
       }
     }
     if (step >= 2 && step - 2 < blocks) {
-      const size_t begin = (step - 2) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      Probe* block = ring[(step - 2) % 4];
+      const size_t count = size_of(step - 2);
+      Block& block = ring[(step - 2) % 4];
       for (size_t i = 0; i < count; ++i) {
-        const uint64_t low = block[i].low, more = low & (low - 1);
-        if (more != 0) prefetch(index.keys + block[i].base + __builtin_ctzll(more));
+        const uint64_t low = block.low[i], more = low & (low - 1);
+        if (more != 0) prefetch(index.keys + block.base[i] + __builtin_ctzll(more));
         if (low != 0) continue;
-        const uint8_t* digests = index.digests + block[i].base + 64;
-        const uint64_t high = match64(digests, static_cast<uint8_t>(block[i].digest));
-        block[i].high = high;
-        if (high != 0) prefetch(index.keys + block[i].base + 64 + __builtin_ctzll(high));
+        const uint64_t high = match_line(index, block.base[i] + 64, block.digest[i]);
+        block.high[i] = high;
+        if (high != 0) prefetch(index.keys + block.base[i] + 64 + __builtin_ctzll(high));
       }
     }
     if (step >= 3) {
-      const size_t begin = (step - 3) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      Probe* block = ring[(step - 3) % 4];
+      const size_t begin = (step - 3) * kBlock, count = size_of(step - 3);
+      const Block& block = ring[(step - 3) % 4];
       for (size_t i = 0; i < count; ++i) {
-        Probe& probe = block[i];
-        const uint32_t position = first_equal(index.keys + probe.base, probe.low, ids[begin + i]);
+        const uint32_t base = block.base[i];
+        const uint64_t low = block.low[i];
+        const uint32_t position = first_equal(index.keys + base, low, ids[begin + i]);
         if (position != kNoSlot) {
-          slots[begin + i] = probe.base + position;
+          slots[begin + i] = base + position;
           continue;
         }
-        if (probe.low != 0)  // only false candidates
-          probe.high = match64(index.digests + probe.base + 64, static_cast<uint8_t>(probe.digest));
-        probe.low = 0;
-        slots[begin + i] = compare_step(index, ids[begin + i], probe);
+        const uint64_t high =  // with false candidates in the first line, not looked at yet
+            low == 0 ? block.high[i] : match_line(index, base + 64, block.digest[i]);
+        slots[begin + i] = compare_step(index, ids[begin + i], base, 0, high);
       }
     }
   }
@@ -138,36 +150,38 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
 
 // Full buckets: both lines are fetched at once.
 void find128_dense(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
-  Probe ring[4][kBlock];
+  Block ring[4];
   const size_t blocks = (n + kBlock - 1) / kBlock;
+  const auto size_of = [n](size_t block) {
+    const size_t begin = block * kBlock;
+    return n - begin < kBlock ? n - begin : kBlock;
+  };
   for (size_t step = 0; step < blocks + 2; ++step) {
     if (step < blocks) {
-      const size_t begin = step * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      Probe* block = ring[step % 4];
-      for (size_t i = 0; i < count; ++i) {
-        hash_step(index, ids[begin + i], block[i]);
-        prefetch(index.digests + block[i].base + 64);
-      }
+      const size_t count = size_of(step);
+      Block& block = ring[step % 4];
+      hash_step(index, ids + step * kBlock, count, block);
+      for (size_t i = 0; i < count; ++i) prefetch(index.digests + block.base[i] + 64);
     }
     if (step >= 1 && step - 1 < blocks) {
-      const size_t begin = (step - 1) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      Probe* block = ring[(step - 1) % 4];
+      const size_t count = size_of(step - 1);
+      Block& block = ring[(step - 1) % 4];
       for (size_t i = 0; i < count; ++i) {
-        const uint8_t* digests = index.digests + block[i].base;
-        const auto digest = static_cast<uint8_t>(block[i].digest);
-        const uint64_t low = match64(digests, digest), high = match64(digests + 64, digest);
-        block[i].low = low;
-        block[i].high = high;
-        const uint64_t* keys = index.keys + block[i].base;
+        const uint64_t low = match_line(index, block.base[i], block.digest[i]);
+        const uint64_t high = match_line(index, block.base[i] + 64, block.digest[i]);
+        block.low[i] = low;
+        block.high[i] = high;
+        const uint64_t* keys = index.keys + block.base[i];
         if (low != 0) prefetch(keys + __builtin_ctzll(low));
         if (high != 0) prefetch(keys + 64 + __builtin_ctzll(high));
       }
     }
     if (step >= 2) {
-      const size_t begin = (step - 2) * kBlock, count = n - begin < kBlock ? n - begin : kBlock;
-      const Probe* block = ring[(step - 2) % 4];
+      const size_t begin = (step - 2) * kBlock, count = size_of(step - 2);
+      const Block& block = ring[(step - 2) % 4];
       for (size_t i = 0; i < count; ++i)
-        slots[begin + i] = compare_step(index, ids[begin + i], block[i]);
+        slots[begin + i] =
+            compare_step(index, ids[begin + i], block.base[i], block.low[i], block.high[i]);
     }
   }
 }
