@@ -60,6 +60,12 @@ struct Block {
   uint64_t high[kBlock];  // and in the second
 };
 
+// Ids in a block of a call with n: the last block may be short.
+inline size_t block_size(size_t n, size_t block) {
+  const size_t begin = block * kBlock;
+  return n - begin < kBlock ? n - begin : kBlock;
+}
+
 // Hashes in one loop without branches or memory accesses, which vectorises.
 inline void hash_step(const IndexView& index, const uint64_t* ids, size_t count, Block& block) {
   const auto hash_one = [&, buckets = index.num_buckets](size_t i) {
@@ -101,14 +107,10 @@ inline uint64_t match_line(const IndexView& index, uint32_t at, uint32_t digest)
 void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
   Block ring[4];
   const size_t blocks = (n + kBlock - 1) / kBlock;
-  const auto size_of = [n](size_t block) {
-    const size_t begin = block * kBlock;
-    return n - begin < kBlock ? n - begin : kBlock;
-  };
   for (size_t step = 0; step < blocks + 3; ++step) {
-    if (step < blocks) hash_step(index, ids + step * kBlock, size_of(step), ring[step % 4]);
+    if (step < blocks) hash_step(index, ids + step * kBlock, block_size(n, step), ring[step % 4]);
     if (step >= 1 && step - 1 < blocks) {
-      const size_t count = size_of(step - 1);
+      const size_t count = block_size(n, step - 1);
       Block& block = ring[(step - 1) % 4];
       for (size_t i = 0; i < count; ++i) {
         const uint64_t low = match_line(index, block.base[i], block.digest[i]);
@@ -118,7 +120,7 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
       }
     }
     if (step >= 2 && step - 2 < blocks) {
-      const size_t count = size_of(step - 2);
+      const size_t count = block_size(n, step - 2);
       Block& block = ring[(step - 2) % 4];
       for (size_t i = 0; i < count; ++i) {
         const uint64_t low = block.low[i], more = low & (low - 1);
@@ -130,7 +132,7 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
       }
     }
     if (step >= 3) {
-      const size_t begin = (step - 3) * kBlock, count = size_of(step - 3);
+      const size_t begin = (step - 3) * kBlock, count = block_size(n, step - 3);
       const Block& block = ring[(step - 3) % 4];
       for (size_t i = 0; i < count; ++i) {
         const uint32_t base = block.base[i];
@@ -152,19 +154,15 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
 void find128_dense(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
   Block ring[4];
   const size_t blocks = (n + kBlock - 1) / kBlock;
-  const auto size_of = [n](size_t block) {
-    const size_t begin = block * kBlock;
-    return n - begin < kBlock ? n - begin : kBlock;
-  };
   for (size_t step = 0; step < blocks + 2; ++step) {
     if (step < blocks) {
-      const size_t count = size_of(step);
+      const size_t count = block_size(n, step);
       Block& block = ring[step % 4];
       hash_step(index, ids + step * kBlock, count, block);
       for (size_t i = 0; i < count; ++i) prefetch(index.digests + block.base[i] + 64);
     }
     if (step >= 1 && step - 1 < blocks) {
-      const size_t count = size_of(step - 1);
+      const size_t count = block_size(n, step - 1);
       Block& block = ring[(step - 1) % 4];
       for (size_t i = 0; i < count; ++i) {
         const uint64_t low = match_line(index, block.base[i], block.digest[i]);
@@ -177,7 +175,7 @@ void find128_dense(const IndexView& index, const uint64_t* ids, size_t n, uint32
       }
     }
     if (step >= 2) {
-      const size_t begin = (step - 2) * kBlock, count = size_of(step - 2);
+      const size_t begin = (step - 2) * kBlock, count = block_size(n, step - 2);
       const Block& block = ring[(step - 2) % 4];
       for (size_t i = 0; i < count; ++i)
         slots[begin + i] =

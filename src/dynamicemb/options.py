@@ -327,13 +327,10 @@ class DynamicEmbTableOptions(HKVConfig):
 
     index_type: dtype of the ids, int64 (``None``) or uint64. Every 64-bit id is legal.
     embedding_dtype: dtype of the rows, float32 (``None``), float16 or bfloat16.
-    device_id: index of the device, ``None`` for the current one.
     dim: elements of a row. ``None`` (or -1): taken from the embedding's configuration.
     max_capacity: rows at most (on this rank). ``None``: set by the planner.
     init_capacity: rows at the start. ``None``: ``max_capacity``.
     max_load_factor: the table grows before it is fuller than this; 0 or less: it never grows.
-    global_hbm_for_values, local_hbm_for_values: bytes of device memory for rows, over all ranks
-        and on this one.
     bucket_capacity: slots of a bucket, a multiple of 16, or ``MAX_BUCKET_CAPACITY`` (one bucket).
     safe_check_mode: see :class:`DynamicEmbCheckMode`.
     initializer_args: values of a new row. The planner fills the bounds that are ``None`` with
@@ -342,9 +339,6 @@ class DynamicEmbTableOptions(HKVConfig):
         both scores and evicts by the count.
     eval_initializer_args: what a missing id reads in evaluation; must be CONSTANT.
     training: False: the table needs no optimizer state.
-    caching: keep hot rows on the device and all rows in the store below it.
-    external_storage: the class of that store, called with (options, optimizer).
-    dist_type: how ids are spread over ranks: "continuous", "roundrobin" or "hash_roundrobin".
     admit_strategy: decides which new ids get a row; ``None`` admits all.
     admission_counter: a :class:`~dynamicemb.admission.KVCounter`, where ``admit_strategy`` needs
         the count of ids that have no row.
@@ -352,6 +346,12 @@ class DynamicEmbTableOptions(HKVConfig):
     evict_strategy: derived from ``score_strategy`` (LRU, the default, means just that). LFU with
         the default ``score_strategy`` sets ``score_strategy`` to LFU; a strategy that contradicts
         ``score_strategy`` is refused.
+
+    Checked, and without effect in this version, which has tables in main memory of one process:
+    device_id, global_hbm_for_values and local_hbm_for_values (bytes of device memory for rows),
+    caching (hot rows on the device over a store of all rows) and dist_type (how ids are spread over
+    ranks: "continuous", "roundrobin" or "hash_roundrobin"). external_storage (the class of a store
+    below the table) is refused by a table as long as there is none.
 
     Accepted so that existing code runs, checked, and without effect: score_type (scores have 64
     bits), block_size, io_block_size, io_by_cpu, use_constant_memory, reserved_key_start_bit,

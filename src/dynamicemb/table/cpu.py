@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,7 @@ import torch
 from dynamicemb import _engine
 from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer, wrong_type, wrong_value
 from dynamicemb.optimizers import Optimizer, OptimizerKind
-from dynamicemb.options import (
-    DynamicEmbInitializerArgs,
-    DynamicEmbInitializerMode,
-    DynamicEmbPoolingMode,
-    DynamicEmbTableOptions,
-    complete_initializer_args,
-)
+from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
 from dynamicemb.table import content
 from dynamicemb.table.base import (
     Found,
@@ -32,108 +25,19 @@ from dynamicemb.table.base import (
     TableStats,
     Written,
 )
-
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_MODES = {
-    DynamicEmbInitializerMode.CONSTANT: 0,
-    DynamicEmbInitializerMode.UNIFORM: 1,
-    DynamicEmbInitializerMode.NORMAL: 2,
-    DynamicEmbInitializerMode.TRUNCATED_NORMAL: 3,
-    DynamicEmbInitializerMode.DEBUG: 4,
-}
-_PAIR_STRATEGY = 5
-_LFU_STRATEGY = 3
-_TRAIN, _INSERT, _ASSIGN, _LOCATE = range(4)  # the engine's BatchMode
-
-
-def _threads() -> int:
-    return torch.get_num_threads()
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _engine_initializer(args: DynamicEmbInitializerArgs, seed: int) -> _engine.Initializer:
-    args = complete_initializer_args(args)
-    cdf, spread = (0.0, 1.0), args.std_dev
-    if args.mode is DynamicEmbInitializerMode.TRUNCATED_NORMAL:
-        assert args.lower is not None
-        assert args.upper is not None
-        low, high = ((x - args.mean) / args.std_dev for x in (args.lower, args.upper))
-        if low + high > 0:  # draw from the mirrored range: floats are finer near 0 than near 1
-            low, high, spread = -high, -low, -spread
-        cdf = (0.5 * math.erfc(-low / math.sqrt(2.0)), 0.5 * math.erfc(-high / math.sqrt(2.0)))
-    return _engine.Initializer(
-        mode=_MODES[args.mode],
-        value=args.value,
-        lower=0.0 if args.lower is None else args.lower,
-        upper=1.0 if args.upper is None else args.upper,
-        mean=args.mean,
-        std_dev=spread,
-        cdf_lower=cdf[0],
-        cdf_upper=cdf[1],
-        seed=seed,
-    )
-
-
-def _state_layout(optimizer: Optimizer, dim: int) -> tuple[int, bool, list[float]]:
-    """(columns in the row, whether a scalar goes with it, initial values)."""
-    scalar = optimizer.kind in (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.PARTIAL_ROWWISE_ADAM)
-    initial = optimizer.initial_state(dim).tolist()
-    return len(initial) - scalar, scalar, initial
-
-
-class _Counter:
-    """Occurrences of ids that have no row. They outlive the row: an id that was admitted and
-    evicted is admitted again at once. When a bucket is full, its smallest count goes."""
-
-    def __init__(self, capacity: int, bucket_capacity: int) -> None:
-        options = DynamicEmbTableOptions(
-            dim=1, max_capacity=capacity, bucket_capacity=bucket_capacity
-        )
-        width, _, buckets = Table.bucket_layout_of(options)
-        self.table = _engine.Table(
-            dim=0,
-            type=0,
-            init_buckets=buckets,
-            max_buckets=buckets,
-            width=width,
-            max_load_factor=0.0,
-            strategy=_LFU_STRATEGY,
-            initializer=_engine_initializer(DynamicEmbInitializerArgs(), 0),
-            missing_value=0.0,
-            state_columns=0,
-            state_scalar=False,
-            initial_state=[],
-        )
-
-    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Count distinct ids."""
-        batch = _engine.Batch(self.table, _TRAIN, ids.data_ptr(), len(ids), counts.data_ptr())
-        _engine.run_batches([batch], [(0, 0)], _threads())
-
-    def counts(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: how often each id was counted."""
-        found = torch.empty(len(ids), dtype=torch.bool)
-        counts = torch.empty(len(ids), dtype=torch.int64)
-        self.table.read(
-            ids.data_ptr(), len(ids), _threads(), found.data_ptr(), 0, 0, counts.data_ptr()
-        )
-        return counts
-
-    def export(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, counts), both int64 [n]."""
-        ids = torch.empty(self.table.size, dtype=torch.int64)
-        counts = torch.empty_like(ids)
-        self.table.export_rows(0, len(ids), 0, _threads(), ids.data_ptr(), 0, 0, counts.data_ptr())
-        return ids, counts
-
-    def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Start again from these counts."""
-        self.table.clear()
-        if len(ids):
-            self.add(ids.contiguous(), counts.contiguous())
+from dynamicemb.table.counter import IdCounter
+from dynamicemb.table.engine import (
+    ASSIGN,
+    INSERT,
+    LOCATE,
+    PAIR_STRATEGY,
+    TRAIN,
+    TYPES,
+    address,
+    engine_initializer,
+    state_layout,
+    threads,
+)
 
 
 class CpuTable(Table):
@@ -152,18 +56,18 @@ class CpuTable(Table):
         options = self.options
         self._width, start, maximum = self.bucket_layout_of(options)
         self.max_slots = self._width * maximum
-        columns, scalar, initial = _state_layout(self.optimizer, self.dim)
+        columns, scalar, initial = state_layout(self.optimizer, self.dim)
         pair = isinstance(options.score_strategy, tuple)
         try:
             self.engine = _engine.Table(
                 dim=self.dim,
-                type=_TYPES[self.dtype],
+                type=TYPES[self.dtype],
                 init_buckets=start,
                 max_buckets=maximum,
                 width=self._width,
                 max_load_factor=options.max_load_factor,
-                strategy=_PAIR_STRATEGY if pair else int(options.score_strategy),  # type: ignore[arg-type]
-                initializer=_engine_initializer(options.initializer_args, self.seed),
+                strategy=PAIR_STRATEGY if pair else int(options.score_strategy),  # type: ignore[arg-type]
+                initializer=engine_initializer(options.initializer_args, self.seed),
                 missing_value=options.eval_initializer_args.value,
                 state_columns=columns,
                 state_scalar=scalar,
@@ -172,15 +76,15 @@ class CpuTable(Table):
         except MemoryError as error:
             raise OutOfMemoryError(f"table {name!r}: {error}") from error
         self.admit_strategy = None
-        self.counter: _Counter | None = None
+        self.counter: IdCounter | None = None
         if options.admit_strategy is not None:
             self.admit_strategy = options.admit_strategy.per_table()
-            self._rejected_initializer = _engine_initializer(
+            self._rejected_initializer = engine_initializer(
                 self.admit_strategy.initializer_args or options.initializer_args, self.seed
             )
         if options.admission_counter is not None:
             config = options.admission_counter
-            self.counter = _Counter(config.capacity, config.bucket_capacity)
+            self.counter = IdCounter(config.capacity, config.bucket_capacity)
 
     @property
     def device(self) -> torch.device:
@@ -227,7 +131,7 @@ class CpuTable(Table):
         self.engine.read(
             ids.data_ptr(),
             len(ids),
-            _threads(),
+            threads(),
             found.data_ptr(),
             rows.embeddings.data_ptr(),
             rows.state.data_ptr(),
@@ -238,7 +142,7 @@ class CpuTable(Table):
     def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
         slots = torch.empty(len(ids), dtype=torch.int64)
-        self.engine.find(ids.data_ptr(), len(ids), _threads(), slots.data_ptr())
+        self.engine.find(ids.data_ptr(), len(ids), threads(), slots.data_ptr())
         return slots
 
     def export(
@@ -260,7 +164,7 @@ class CpuTable(Table):
                 cursor,
                 len(rows),
                 threshold,
-                _threads(),
+                threads(),
                 rows.ids.data_ptr(),
                 rows.embeddings.data_ptr(),
                 rows.state.data_ptr(),
@@ -307,7 +211,7 @@ class CpuTable(Table):
         scores: torch.Tensor | None = None,
         return_evicted: bool = False,
     ) -> Written:
-        batch = self._write(_INSERT, ids, embeddings, state, scores, return_evicted)
+        batch = self._write(INSERT, ids, embeddings, state, scores, return_evicted)
         evicted = self._evicted(batch) if return_evicted else None
         self.check_failures(batch.failures, batch.size, evicted)
         return Written(self._written(batch), evicted)
@@ -320,7 +224,7 @@ class CpuTable(Table):
         state: torch.Tensor | None = None,
         scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._written(self._write(_ASSIGN, ids, embeddings, state, scores, False))
+        return self._written(self._write(ASSIGN, ids, embeddings, state, scores, False))
 
     def _write(
         self,
@@ -339,12 +243,12 @@ class CpuTable(Table):
         if scores is not None:
             scores = self.check_scores(scores, n)
         batch = _engine.Batch(self.engine, mode, ids.data_ptr(), n, 0)
-        batch.give(_address(embeddings), _address(state), _address(scores))
+        batch.give(address(embeddings), address(state), address(scores))
         if keep_evicted:
             batch.keep_evicted()
-        score = (0, 0) if scores is not None or mode == _ASSIGN else self.batch_score()
+        score = (0, 0) if scores is not None or mode == ASSIGN else self.batch_score()
         try:
-            _engine.run_batches([batch], [score], _threads())
+            _engine.run_batches([batch], [score], threads())
         except MemoryError as error:
             raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
         return batch
@@ -377,7 +281,7 @@ class CpuTable(Table):
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
         removed = torch.empty(len(ids), dtype=torch.bool)
-        self.engine.erase(ids.data_ptr(), len(ids), _threads(), removed.data_ptr())
+        self.engine.erase(ids.data_ptr(), len(ids), threads(), removed.data_ptr())
         return removed
 
     def clear(self) -> None:
@@ -387,7 +291,7 @@ class CpuTable(Table):
         optimizer = self._checked_optimizer(optimizer)
         if optimizer.kind is not self._optimizer.kind:
             try:
-                self.engine.set_state_layout(*_state_layout(optimizer, self.dim))
+                self.engine.set_state_layout(*state_layout(optimizer, self.dim))
             except MemoryError as error:
                 raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
             self.iteration = 0
@@ -396,9 +300,9 @@ class CpuTable(Table):
     def set_seed(self, seed: int) -> None:
         """New rows follow another seed."""
         self.seed = seed
-        self.engine.set_initializer(_engine_initializer(self.options.initializer_args, seed))
+        self.engine.set_initializer(engine_initializer(self.options.initializer_args, seed))
         if self.admit_strategy is not None:
-            self._rejected_initializer = _engine_initializer(
+            self._rejected_initializer = engine_initializer(
                 self.admit_strategy.initializer_args or self.options.initializer_args, seed
             )
 
@@ -417,7 +321,7 @@ class CpuTable(Table):
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
     ) -> None:
         """Insert saved rows; those that do not fit are counted, not reported."""
-        self._write(_INSERT, ids, embeddings, state, scores, False)
+        self._write(INSERT, ids, embeddings, state, scores, False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickling and copying carry the rows along."""
@@ -457,7 +361,7 @@ class CpuTable(Table):
             rejected = count - int(mask.sum())
             rows = torch.zeros(rejected, self.dim, dtype=torch.float32)
             strategy.initialize_non_admitted_embeddings(rows, torch.arange(rejected))
-        batch.admit(mask.data_ptr(), self._rejected_initializer, _address(rows))
+        batch.admit(mask.data_ptr(), self._rejected_initializer, address(rows))
         if self.counter is not None:  # after the strategy, which may have raised
             self.counter.add(ids, counts)
 
@@ -495,7 +399,7 @@ class CpuTableGroup(TableGroup):
     ) -> None:
         segments = self._segments([None] * len(self.tables), bounds, pooling)
         layout = self._pooling(pooling, out)
-        _engine.evaluate(segments, ids.data_ptr(), layout, out.data_ptr(), _threads())
+        _engine.evaluate(segments, ids.data_ptr(), layout, out.data_ptr(), threads())
 
     def find_or_insert(
         self,
@@ -514,7 +418,7 @@ class CpuTableGroup(TableGroup):
             offset = 8 * begin
             batch = _engine.Batch(
                 table.engine,
-                _TRAIN,
+                TRAIN,
                 ids.data_ptr() + offset,
                 end - begin,
                 0 if counts is None else counts.data_ptr() + offset,
@@ -527,12 +431,12 @@ class CpuTableGroup(TableGroup):
             batches.append(batch)
         try:
             if any(table.admit_strategy is not None for table in self.tables):
-                _engine.find_batches(batches, _threads())
+                _engine.find_batches(batches, threads())
                 for table, batch in zip(self.tables, batches, strict=True):
                     table.decide(batch)
-                _engine.commit_batches(batches, scores, _threads())
+                _engine.commit_batches(batches, scores, threads())
             else:
-                _engine.run_batches(batches, scores, _threads())
+                _engine.run_batches(batches, scores, threads())
         except MemoryError as error:
             raise OutOfMemoryError(f"tables {[t.name for t in self.tables]}: {error}") from error
         for table in self.tables:
@@ -544,12 +448,12 @@ class CpuTableGroup(TableGroup):
 
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
         segments = self._lookup_segments(lookup, pooling)
-        _engine.read(segments, self._pooling(pooling, out), out.data_ptr(), _threads())
+        _engine.read(segments, self._pooling(pooling, out), out.data_ptr(), threads())
 
     def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
         segments = self._lookup_segments(lookup, pooling)
         layout = self._pooling(pooling, gradient)
-        _engine.update(segments, layout, gradient.data_ptr(), self._steps(), _threads())
+        _engine.update(segments, layout, gradient.data_ptr(), self._steps(), threads())
 
     def weight_gradient(
         self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
@@ -558,7 +462,7 @@ class CpuTableGroup(TableGroup):
         assert isinstance(lookup, CpuLookup)
         out = torch.zeros(lookup.bounds[-1], dtype=torch.float32)
         layout = self._pooling(pooling, gradient)
-        _engine.weight_gradient(segments, layout, gradient.data_ptr(), out.data_ptr(), _threads())
+        _engine.weight_gradient(segments, layout, gradient.data_ptr(), out.data_ptr(), threads())
         return out
 
     def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
@@ -584,7 +488,7 @@ class CpuTableGroup(TableGroup):
         for table, (ids, gradient) in zip(self.tables, gradients, strict=True):
             segment, layout = self._located(table, ids, gradient)
             step = _engine_step(table, clamp=False)
-            _engine.update([segment], layout, gradient.data_ptr(), [step], _threads())
+            _engine.update([segment], layout, gradient.data_ptr(), [step], threads())
 
     def _sums(
         self,
@@ -604,7 +508,7 @@ class CpuTableGroup(TableGroup):
             layout,
             gradient.data_ptr(),
             limit,
-            _threads(),
+            threads(),
             ids.data_ptr(),
             sums.data_ptr(),
         )
@@ -614,8 +518,8 @@ class CpuTableGroup(TableGroup):
         self, table: CpuTable, ids: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[Any, Any]:
         """A segment over given ids, with one gradient row each."""
-        batch = _engine.Batch(table.engine, _LOCATE, ids.data_ptr(), len(ids), 0)
-        _engine.run_batches([batch], [(0, 0)], _threads())
+        batch = _engine.Batch(table.engine, LOCATE, ids.data_ptr(), len(ids), 0)
+        _engine.run_batches([batch], [(0, 0)], threads())
         layout = self._pooling(Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,)), gradient)
         return _engine.Segment(table.engine, batch, 0, len(ids), 0, 1, 0), layout
 
@@ -655,9 +559,9 @@ class CpuTableGroup(TableGroup):
             pooled=pooling.pooled,
             mean=pooling.mode is DynamicEmbPoolingMode.MEAN,
             batch_size=pooling.batch_size,
-            offsets=_address(pooling.offsets),
-            weights=_address(pooling.weights),
-            type=_TYPES[pooling.dtype],
+            offsets=address(pooling.offsets),
+            weights=address(pooling.weights),
+            type=TYPES[pooling.dtype],
             stride=output.shape[1],
         )
 
