@@ -21,6 +21,7 @@ from dynamicemb.errors import (
     check_number,
     wrong_type,
 )
+from dynamicemb.hashing import mix, signed
 from dynamicemb.options import (
     SUPPORTED_INDEX_TYPES,
     DynamicEmbInitializerArgs,
@@ -178,28 +179,7 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         return frequencies >= self.threshold
 
 
-_MASK64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits as ``value``."""
-    value &= _MASK64
-    return value - 2**64 if value >= 2**63 else value
-
-
-_MIX_1 = _signed(0xFF51AFD7ED558CCD)
-_MIX_2 = _signed(0xC4CEB9FE1A85EC53)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of int64 that spreads every bit (the murmur3 finaliser); wraps on overflow."""
-    low_31 = 2**31 - 1  # >> copies the sign bit, the mask makes it a logical shift by 33
-    x = x ^ (x >> 33).bitwise_and_(low_31)
-    x.mul_(_MIX_1)
-    x.bitwise_xor_((x >> 33).bitwise_and_(low_31))
-    x.mul_(_MIX_2)
-    return x.bitwise_xor_((x >> 33).bitwise_and_(low_31))
 
 
 @dataclass(unsafe_hash=True)
@@ -240,8 +220,8 @@ class ProbabilityAdmissionStrategy(AdmissionStrategy):
 
     def _draw(self, keys: torch.Tensor) -> torch.Tensor:
         """float64 [n], uniform over the multiples of 2**-53 in [0, 1)."""
-        hashed = _mix(keys + _signed((int(self.seed) + 1) * _GOLDEN))
-        hashed = _mix(hashed ^ _signed((self.calls + 1) * _GOLDEN))
+        hashed = mix(keys + signed((int(self.seed) + 1) * _GOLDEN))
+        hashed = mix(hashed ^ signed((self.calls + 1) * _GOLDEN))
         return ((hashed >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
 
     def _rejection_probability(self, frequencies: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 from dynamicemb.errors import DynamicEmbError, UsageError, check_number
 from dynamicemb.nn.gradients import PendingGradients
 from dynamicemb.optimizers import Optimizer, OptimizerArgs
+from dynamicemb.routing import Routing
 from dynamicemb.table import Lookup, Pooling, Table, create_group
 from dynamicemb.table.content import NAMES, optimizer_kind
 
@@ -69,7 +70,13 @@ class DynamicModule(nn.Module, ABC):
     The one parameter, ``handle``, has one element that means nothing: it ties the rows to autograd
     and to an optimizer. Its gradient is the norm of the rows' gradients, so that
     ``clip_grad_norm_`` and ``GradScaler`` work.
+
+    ``routings``: where the tables are spread over ranks, the routing of each by its name, over the
+    ranks of ``process_group``; ``None``: every id belongs here.
     """
+
+    routings: Mapping[str, Routing] | None = None
+    process_group: Any = None  # a torch.distributed.ProcessGroup
 
     def __init__(
         self,
@@ -315,9 +322,10 @@ class DynamicModule(nn.Module, ABC):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the rows, not lookups and gradients in flight."""
+        """Copies and pickles carry the rows, not what belongs to this process: lookups and
+        gradients in flight, the process group."""
         state = self.__dict__.copy()
-        for name in ("_group", "_prefetched", "_waiting", "_pending", "_key"):
+        for name in ("_group", "_prefetched", "_waiting", "_pending", "_key", "process_group"):
             state.pop(name, None)
         return state
 

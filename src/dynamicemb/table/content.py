@@ -9,6 +9,7 @@ import torch
 
 from dynamicemb.admission import ProbabilityAdmissionStrategy
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
+from dynamicemb.hashing import signed
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ _META = (
     "admission_calls",
     "seed",
 )
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def save(table: CpuTable) -> dict[str, torch.Tensor]:
@@ -63,7 +60,7 @@ def save(table: CpuTable) -> dict[str, torch.Tensor]:
         "scores": torch.cat([empty.scores, *(rows.scores for rows in batches)]),
         "counter_ids": counter_ids,
         "counter_counts": counter_counts.clone(),
-        "meta": torch.tensor([_signed(numbers[name]) for name in _META], dtype=torch.int64),
+        "meta": torch.tensor([signed(numbers[name]) for name in _META], dtype=torch.int64),
     }
 
 
