@@ -30,6 +30,8 @@ NAMES = {
     "BUCKET_ALIGNMENT",
     "BatchedDynamicEmbeddingTables",
     "BatchedDynamicEmbeddingTablesV2",
+    "CheckpointError",
+    "CorruptCheckpointError",
     "Counter",
     "DEMB_TABLE_ALIGN_SIZE",
     "DynamicEmbCheckMode",

@@ -9,6 +9,8 @@ from dynamicemb.admission import (
 )
 from dynamicemb.errors import (
     ArgumentTypeError,
+    CheckpointError,
+    CorruptCheckpointError,
     DynamicEmbError,
     InsertionError,
     InvalidArgumentError,
@@ -58,6 +60,8 @@ __all__ = [
     "ArgumentTypeError",
     "BatchedDynamicEmbeddingTables",
     "BatchedDynamicEmbeddingTablesV2",
+    "CheckpointError",
+    "CorruptCheckpointError",
     "Counter",
     "DynamicEmbCheckMode",
     "DynamicEmbError",

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 __all__ = [
     "ArgumentTypeError",
+    "CheckpointError",
+    "CorruptCheckpointError",
     "DynamicEmbError",
     "InsertionError",
     "InvalidArgumentError",
@@ -56,6 +58,14 @@ class OutOfMemoryError(DynamicEmbError, MemoryError):
 
 class UsageError(DynamicEmbError, RuntimeError):
     """A call that is not possible in the present state, such as training before ``set_score``."""
+
+
+class CheckpointError(DynamicEmbError, RuntimeError):
+    """A checkpoint could not be written or read; the message says which file and why."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The files are not what was written: damaged, incomplete, or not one checkpoint."""
 
 
 def wrong_type(name: str, value: object, allowed: str) -> ArgumentTypeError:

@@ -1,0 +1,1 @@
+"""Checkpoints: all or nothing, checksummed, for any number of ranks."""
