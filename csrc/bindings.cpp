@@ -10,6 +10,7 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "checksum.h"
 #include "group.h"
 
 namespace nb = nanobind;
@@ -172,6 +173,14 @@ void bind_table(nb::module_& m) {
           },
           "cursor"_a, "limit"_a, "threshold"_a, "threads"_a, "ids"_a, "embeddings"_a, "state"_a,
           "scores"_a)
+      .def(
+          "reserve",
+          [](Table& self, uint64_t rows) {
+            nb::gil_scoped_release release;
+            std::unique_lock lock(self.mutex());
+            self.reserve(rows);
+          },
+          "rows"_a)
       .def(
           "set_state_layout",
           [](Table& self, uint32_t columns, bool scalar, std::vector<float> initial) {
@@ -405,6 +414,13 @@ NB_MODULE(_engine, m) {
         return offsets[0] == 0 && offsets[count - 1] == total && (sign >> 63) == 0;
       },
       "address"_a, "count"_a, "total"_a, "Whether offsets go from 0 to total and never decrease.");
+  m.def(
+      "xxh64",
+      [](Address data, size_t size) {
+        nb::gil_scoped_release release;
+        return xxh64(at<void>(data), size);
+      },
+      "data"_a, "size"_a, "XXH64 with seed 0 of bytes in memory.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
   bind_batch(m);

@@ -249,6 +249,8 @@ bool Table::grow_for(uint64_t incoming) {
   return grow_to(buckets);
 }
 
+void Table::reserve(uint64_t rows) { grow_for(rows); }
+
 bool Table::grow_to(uint64_t buckets) {
   const uint32_t width = config_.width;
   // Ids are placed in the order of their old slots, each in the lowest free position. Growth must

@@ -99,6 +99,8 @@ class Table {
   // Fills at most `limit` rows in slot order from `cursor` on with score >= threshold (the
   // timestamp word of two); returns how many, and moves the cursor to the next slot to look at.
   size_t export_rows(uint64_t& cursor, size_t limit, uint64_t threshold, uint32_t* slots) const;
+  // Grows once for `rows` more ids, instead of step by step as they come.
+  void reserve(uint64_t rows);
   // Another optimizer: embeddings and scores stay, state starts from its initial value.
   void set_state_layout(const StateLayout& state);
   void set_initializer(const Initializer& initializer) { config_.initializer = initializer; }

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 def valid_offsets(address: int, count: int, total: int) -> bool:
     """Whether offsets go from 0 to total and never decrease."""
 
+def xxh64(data: int, size: int) -> int:
+    """XXH64 with seed 0 of bytes in memory."""
+
 def instruction_set() -> str: ...
 
 class Initializer:
@@ -42,6 +45,8 @@ class Table:
     def clear(self) -> None: ...
 
     def export_rows(self, cursor: int, limit: int, threshold: int, threads: int, ids: int, embeddings: int, state: int, scores: int) -> tuple[int, int]: ...
+
+    def reserve(self, rows: int) -> None: ...
 
     def set_state_layout(self, columns: int, scalar: bool, initial: Sequence[float]) -> None: ...
 

@@ -19,6 +19,7 @@ from dynamicemb.errors import (
     wrong_type,
     wrong_value,
 )
+from dynamicemb.hashing import mix
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import (
     MAX_BUCKET_CAPACITY,
@@ -89,6 +90,23 @@ class Written:
 
     written: torch.Tensor
     evicted: Rows | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The numbers of a table that go on counting, so that a saved table continues as it was.
+
+    step: the STEP score of the next training batch. custom_score: of ``set_score``, if any.
+    iteration: optimizer updates so far. next_row_number: NO_EVICTION's. admission_calls: how often
+    a probability strategy was asked. seed: of new rows.
+    """
+
+    step: int
+    custom_score: int | None
+    iteration: int
+    next_row_number: int
+    admission_calls: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -326,6 +344,11 @@ class Table(ABC):
         """Remove every row and give the memory back. Counters of :meth:`stats` stay."""
 
     @abstractmethod
+    def reserve(self, rows: int) -> None:
+        """Grow once for ``rows`` more ids, as far as ``max_capacity`` allows, instead of step by
+        step as they come. Changes no row."""
+
+    @abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Use another optimizer. Embeddings and scores stay; if the kind changes, state starts
         again from its initial value and ``iteration`` from 0."""
@@ -347,6 +370,22 @@ class Table(ABC):
         Everything is checked before the first row changes. State of another kind of optimizer is
         refused.
         """
+
+    @abstractmethod
+    def progress(self) -> Progress:
+        """The numbers that go on counting."""
+
+    @abstractmethod
+    def restore_progress(self, progress: Progress) -> None:
+        """Continue those of a saved table."""
+
+    @abstractmethod
+    def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(ids, counts), both int64 [n], of the admission counter; ``None`` without one."""
+
+    @abstractmethod
+    def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Start the admission counter again from these counts; nothing without a counter."""
 
     # ---- scores ----
 
@@ -507,6 +546,12 @@ class Table(ABC):
             raise wrong_value("scores.shape", tuple(scores.shape), str(shape))
         self.check_device("scores", scores)
         return scores.contiguous().view(torch.int64)
+
+    def bucket_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: the bucket each id lives in, at the present capacity."""
+        buckets = self.capacity // self.bucket_capacity
+        high = (mix(ids.view(torch.int64)) >> 32) & 0xFFFFFFFF
+        return (high * buckets) >> 32
 
     @staticmethod
     def bucket_layout_of(options: DynamicEmbTableOptions) -> tuple[int, int, int]:

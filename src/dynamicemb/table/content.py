@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 import torch
 
-from dynamicemb.admission import ProbabilityAdmissionStrategy
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 from dynamicemb.hashing import signed
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
+from dynamicemb.table.base import Progress
 
 if TYPE_CHECKING:
     from dynamicemb.table.cpu import CpuTable
@@ -36,23 +37,17 @@ def save(table: CpuTable) -> dict[str, torch.Tensor]:
     """See :meth:`Table.state_dict`."""
     batches = list(table.export())
     empty = table.empty_rows(0)
-    strategy = table.admit_strategy
+    progress = table.progress()
     numbers = {
         "format": FORMAT,
         "optimizer": int(table.optimizer.kind),
-        "step": table.step,
-        "has_custom_score": int(table.custom_score is not None),
-        "custom_score": table.custom_score or 0,
-        "iteration": table.iteration,
-        "next_row_number": table.engine.next_row_number,
-        "admission_calls": (
-            strategy.calls if isinstance(strategy, ProbabilityAdmissionStrategy) else 0
-        ),
-        "seed": table.seed,
+        "has_custom_score": int(progress.custom_score is not None),
+        **{name: value or 0 for name, value in asdict(progress).items()},
     }
     counter_ids = counter_counts = torch.empty(0, dtype=torch.int64)
-    if table.counter is not None:
-        counter_ids, counter_counts = table.counter.export()
+    counted = table.export_counter()
+    if counted is not None:
+        counter_ids, counter_counts = counted
     return {
         "ids": torch.cat([empty.ids, *(rows.ids for rows in batches)]),
         "embeddings": torch.cat([empty.embeddings, *(rows.embeddings for rows in batches)]),
@@ -113,17 +108,10 @@ def load(table: CpuTable, state: Mapping[str, torch.Tensor]) -> int:
         part = slice(begin, begin + step)
         table.write_rows(ids[part], embeddings[part], rows[part], scores[part])
     after = table.stats()
-    table.restore_scores(
-        step=numbers["step"],
-        custom_score=numbers["custom_score"] if numbers["has_custom_score"] else None,
-    )
-    table.iteration = numbers["iteration"]
-    table.engine.next_row_number = numbers["next_row_number"]
-    table.set_seed(numbers["seed"])
-    if isinstance(table.admit_strategy, ProbabilityAdmissionStrategy):
-        table.admit_strategy.calls = numbers["admission_calls"]
-    if table.counter is not None:
-        table.counter.restore(counter_ids, counts)
+    custom = numbers["custom_score"] if numbers["has_custom_score"] else None
+    others = {f.name: numbers[f.name] for f in fields(Progress) if f.name != "custom_score"}
+    table.restore_progress(Progress(custom_score=custom, **others))
+    table.restore_counter(counter_ids, counts)
     return after.evictions - before.evictions + after.failures - before.failures
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dynamicemb import _engine
+from dynamicemb.admission import ProbabilityAdmissionStrategy
 from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer, wrong_type, wrong_value
 from dynamicemb.optimizers import Optimizer, OptimizerKind
 from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
@@ -18,6 +19,7 @@ from dynamicemb.table.base import (
     Inserted,
     Lookup,
     Pooling,
+    Progress,
     Rows,
     SummedGradients,
     Table,
@@ -287,6 +289,13 @@ class CpuTable(Table):
     def clear(self) -> None:
         self.engine.clear()
 
+    def reserve(self, rows: int) -> None:
+        rows = check_integer("rows", rows, minimum=0, maximum=2**63 - 1)
+        try:
+            self.engine.reserve(rows)
+        except MemoryError as error:
+            raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = self._checked_optimizer(optimizer)
         if optimizer.kind is not self._optimizer.kind:
@@ -316,6 +325,35 @@ class CpuTable(Table):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
         return content.load(self, state)
+
+    def progress(self) -> Progress:
+        strategy = self.admit_strategy
+        counted = isinstance(strategy, ProbabilityAdmissionStrategy)
+        return Progress(
+            step=self.step,
+            custom_score=self.custom_score,
+            iteration=self.iteration,
+            next_row_number=self.engine.next_row_number,
+            admission_calls=strategy.calls if counted else 0,  # type: ignore[union-attr]
+            seed=self.seed,
+        )
+
+    def restore_progress(self, progress: Progress) -> None:
+        self.restore_scores(step=progress.step, custom_score=progress.custom_score)
+        self.iteration = progress.iteration
+        self.engine.next_row_number = progress.next_row_number
+        self.set_seed(progress.seed)
+        if isinstance(self.admit_strategy, ProbabilityAdmissionStrategy):
+            self.admit_strategy.calls = progress.admission_calls
+
+    def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.counter is None else self.counter.export()
+
+    def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        ids = self.check_ids("ids", ids)
+        counts = self.check_counts(counts, len(ids))
+        if self.counter is not None:
+            self.counter.restore(ids, counts)
 
     def write_rows(
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
