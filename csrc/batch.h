@@ -88,6 +88,8 @@ class Batch {
   uint64_t failures() const { return counters_.failures; }
   uint64_t rejections() const { return counters_.rejections; }
   const Evicted& evicted() const { return evicted_; }
+  // The rows change now: makes them count as changed after the table's last mark.
+  void touch_if_marked();
   void slots(int64_t* out) const;  // per occurrence; -1 failed, -2 rejected
   void written(bool* out) const;   // per occurrence
   bool stale() const { return version_ != table_->version_; }
@@ -107,6 +109,7 @@ class Batch {
     Counters counters;
     std::vector<uint32_t> evicted_by;  // unique entries, in order
     Evicted evicted;
+    std::vector<uint64_t> removed;   // ids, where removals are logged
     std::vector<uint32_t> inserted;  // unique entries, for numbered rows
   };
 

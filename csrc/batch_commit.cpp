@@ -116,6 +116,7 @@ void Batch::insert(Partition& p, uint32_t entry, const BatchScore& score, Victim
     }
     const uint32_t slot = base + position;
     if (keep_evicted_) hand_back(p, entry, slot);
+    if (t.removals_.on()) p.removed.push_back(t.keys_[slot]);
     if (t.wide()) t.unlink_wide(slot);
     ++p.counters.evictions;
   }
@@ -216,6 +217,13 @@ void Batch::finish() {
   if (counters_.evictions != 0) ++t.version_;
   version_ = t.version_;
   ++t.changes_;
+  if (t.removals_.on()) {
+    std::vector<uint64_t> removed;
+    for (const Partition& p : parts_)
+      removed.insert(removed.end(), p.removed.begin(), p.removed.end());
+    t.log_removals(removed);
+  }
+  if (mode_ != BatchMode::kLocate) touch_if_marked();  // a mark may have come between its steps
 
   if (t.config_.strategy == ScoreStrategy::kNoEviction) number_rows(numbered);
 
@@ -236,6 +244,18 @@ void Batch::finish() {
     copy(evicted_.state, from.state, state);
     copy(evicted_.scores, from.scores, words);
   }
+}
+
+void Batch::touch_if_marked() {
+  Table& t = *table_;
+  if (!t.tracks_changes()) return;
+  // Other modes stamped their rows when they ran (stamp_ > t.stamp_: before stamps began again).
+  if (mode_ != BatchMode::kLocate && stamp_ <= t.stamp_ && mark_of(t.lap_, stamp_) > t.marked_)
+    return;
+  const uint32_t stamp = t.begin_batch();
+  for (const Partition& p : parts_)
+    for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
+      if (entry_slots_[entry] != kNoSlot) t.records_[entry_slots_[entry]].stamp = stamp;
 }
 
 void Batch::number_rows(std::vector<uint32_t>& inserted) {

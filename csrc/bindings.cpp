@@ -1,5 +1,6 @@
 // The Python face of the engine: addresses and sizes in, numbers out. Checks are in Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -162,17 +163,37 @@ void bind_table(nb::module_& m) {
            })
       .def(
           "export_rows",
-          [](const Table& self, uint64_t cursor, size_t limit, uint64_t threshold, int threads,
-             Address ids, Address embeddings, Address state, Address scores) {
+          [](const Table& self, uint64_t cursor, size_t limit, std::optional<uint64_t> threshold,
+             std::optional<uint64_t> changed_since, int threads, Address ids, Address embeddings,
+             Address state, Address scores) {
             nb::gil_scoped_release release;
             std::shared_lock lock(self.mutex());
             std::vector<uint32_t> slots(limit);
-            const size_t count = self.export_rows(cursor, limit, threshold, slots.data());
+            const Wanted wanted{threshold.has_value(), threshold.value_or(0),
+                                changed_since.has_value(), changed_since.value_or(0)};
+            const size_t count = self.export_rows(cursor, limit, wanted, slots.data());
             self.read(slots.data(), count, threads, buffers(ids, embeddings, state, scores));
             return std::make_pair(count, cursor);
           },
-          "cursor"_a, "limit"_a, "threshold"_a, "threads"_a, "ids"_a, "embeddings"_a, "state"_a,
-          "scores"_a)
+          "cursor"_a, "limit"_a, "threshold"_a.none(), "changed_since"_a.none(), "threads"_a,
+          "ids"_a, "embeddings"_a, "state"_a, "scores"_a)
+      .def("mark_changes",
+           [](Table& self) {
+             nb::gil_scoped_release release;
+             std::unique_lock lock(self.mutex());
+             return self.mark_changes();
+           })
+      .def(
+          "log_removals",
+          [](Table& self, size_t limit) {
+            nb::gil_scoped_release release;
+            std::unique_lock lock(self.mutex());
+            self.removals().start(self.mark_changes(), limit);
+          },
+          "limit"_a)
+      .def_prop_ro("logs_removals", [](const Table& self) { return self.removals().on(); })
+      .def_prop_ro("removals_known_since",
+                   [](const Table& self) { return self.removals().known_since(); })
       .def(
           "reserve",
           [](Table& self, uint64_t rows) {
@@ -197,6 +218,21 @@ void bind_table(nb::module_& m) {
             self.set_initializer(initializer);
           },
           "initializer"_a);
+}
+
+void bind_changes(nb::module_& m) {
+  m.def(
+      "removed_since",
+      [](const Table& table, uint64_t mark) {
+        std::vector<uint64_t> ids;
+        {
+          nb::gil_scoped_release release;
+          std::shared_lock lock(table.mutex());
+          ids = table.removals().since(mark);
+        }
+        return nb::bytes(ids.data(), 8 * ids.size());
+      },
+      "table"_a, "mark"_a, "The ids removed after this mark, 8 bytes each.");
 }
 
 void bind_batch(nb::module_& m) {
@@ -375,6 +411,7 @@ void bind_group(nb::module_& m) {
         nb::gil_scoped_release release;
         Writing locks(tables_of(segments));
         Group::update(segments, pooling, at<void>(gradient), steps, threads);
+        for (const Segment& segment : segments) segment.batch->touch_if_marked();
       },
       "segments"_a, "pooling"_a, "gradient"_a, "steps"_a, "threads"_a);
   m.def(
@@ -423,6 +460,7 @@ NB_MODULE(_engine, m) {
       "data"_a, "size"_a, "XXH64 with seed 0 of bytes in memory.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
+  bind_changes(m);
   bind_batch(m);
   bind_group(m);
 }

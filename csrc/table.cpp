@@ -49,8 +49,8 @@ void Table::layout_rows(const StateLayout& state) {
 }
 
 uint64_t Table::bytes() const {
-  const uint64_t index =
-      digests_.bytes() + keys_.bytes() + records_.bytes() + timestamps_.bytes() + wide_map_.bytes();
+  const uint64_t index = digests_.bytes() + keys_.bytes() + records_.bytes() + timestamps_.bytes() +
+                         wide_map_.bytes() + removals_.bytes();
   return index + positions_used_.load(std::memory_order_relaxed) * buckets_ * stride_;
 }
 
@@ -65,8 +65,20 @@ uint32_t Table::begin_batch() {
   if (++stamp_ == 0) {  // 2^32 batches: forget the old stamps
     for (size_t slot = 0; slot < capacity(); ++slot) records_[slot].stamp = 0;
     stamp_ = 1;
+    ++lap_;
   }
   return stamp_;
+}
+
+// ---- changes ----
+
+uint64_t Table::mark_changes() {
+  if (stamp_ == 0) begin_batch();  // a mark is never 0
+  return marked_ = mark_of(lap_, stamp_);
+}
+
+void Table::log_removals(const std::vector<uint64_t>& ids) {
+  if (!ids.empty()) removals_.add(mark_of(lap_, begin_batch()), ids);
 }
 
 void Table::initialize_state(std::byte* row, Record& record) const {
@@ -165,13 +177,19 @@ void Table::read(const uint32_t* slots, size_t n, int threads, const RowBuffers&
   });
 }
 
-size_t Table::export_rows(uint64_t& cursor, size_t limit, uint64_t threshold,
+size_t Table::export_rows(uint64_t& cursor, size_t limit, const Wanted& wanted,
                           uint32_t* slots) const {
+  // A mark of an earlier lap: nobody knows which rows changed since, so all did.
+  const auto changed = [&](uint32_t stamp) {
+    return wanted.by_change &&
+           (wanted.changed_since >> 32 != lap_ || mark_of(lap_, stamp) > wanted.changed_since);
+  };
   size_t count = 0;
   for (; cursor < capacity() && count < limit; ++cursor) {
     if (digests_[cursor] == 0) continue;
     const uint64_t score = score_words() == 2 ? timestamps_[cursor] : records_[cursor].score;
-    if (score >= threshold) slots[count++] = static_cast<uint32_t>(cursor);
+    if ((wanted.by_score && score >= wanted.threshold) || changed(records_[cursor].stamp))
+      slots[count++] = static_cast<uint32_t>(cursor);
   }
   return count;
 }
@@ -180,22 +198,29 @@ size_t Table::export_rows(uint64_t& cursor, size_t limit, uint64_t threshold,
 
 void Table::erase(const uint64_t* ids, size_t n, int threads, bool* removed) {
   std::vector<uint32_t> slots(n);
+  std::vector<uint64_t> gone;
   find(ids, n, threads, slots.data());
   for (size_t i = 0; i < n; ++i) {
     const uint32_t slot = slots[i];
     removed[i] = slot != kNoSlot && digests_[slot] != 0;
     if (!removed[i]) continue;
     if (wide()) unlink_wide(slot);
+    if (removals_.on()) gone.push_back(ids[i]);
     digests_[slot] = 0;
     records_[slot] = {};
     --size_;
     ++version_;
     ++changes_;
   }
+  log_removals(gone);
 }
 
 void Table::clear() {
   const uint64_t slots = capacity();
+  std::vector<uint64_t> gone;
+  if (removals_.on())
+    for (uint64_t slot = 0; slot < slots; ++slot)
+      if (digests_[slot] != 0) gone.push_back(keys_[slot]);
   // Fresh mappings give the memory back and read as zero.
   Array<uint8_t> digests(slots);
   Array<uint64_t> keys(slots);
@@ -213,6 +238,7 @@ void Table::clear() {
   next_row_number_ = 0;
   ++version_;
   ++changes_;
+  log_removals(gone);
 }
 
 // ---- changing shape ----
@@ -227,11 +253,13 @@ void Table::set_state_layout(const StateLayout& state) {
   std::byte* to = new_stride != old_stride ? new_rows.data() : from;
   state_ = state;
   stride_ = new_stride;
+  const uint32_t stamp = tracks_changes() ? begin_batch() : 0;
   for (uint32_t slot = 0; slot < capacity(); ++slot) {
     if (digests_[slot] == 0) continue;
     const size_t at = row_of(slot);
     if (to != from) std::memcpy(to + at * new_stride, from + at * old_stride, embedding_bytes);
     initialize_state(to + at * new_stride, records_[slot]);
+    if (stamp != 0) records_[slot].stamp = stamp;
   }
   if (to != from) rows_ = std::move(new_rows);
 }

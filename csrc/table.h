@@ -12,6 +12,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "changes.h"
 #include "kernels.h"
 #include "memory.h"
 
@@ -71,6 +72,15 @@ struct RowBuffers {
   uint64_t* scores = nullptr;
 };
 
+// Which rows an export is about: those with score >= threshold (the timestamp word of two), those
+// that changed after a mark, or both.
+struct Wanted {
+  bool by_score = true;
+  uint64_t threshold = 0;
+  bool by_change = false;
+  uint64_t changed_since = 0;
+};
+
 class Batch;
 
 class Table {
@@ -96,11 +106,19 @@ class Table {
   // removed[i] = whether ids[i] was there and went with this occurrence.
   void erase(const uint64_t* ids, size_t n, int threads, bool* removed);
   void clear();
-  // Fills at most `limit` rows in slot order from `cursor` on with score >= threshold (the
-  // timestamp word of two); returns how many, and moves the cursor to the next slot to look at.
-  size_t export_rows(uint64_t& cursor, size_t limit, uint64_t threshold, uint32_t* slots) const;
+  // Fills at most `limit` rows in slot order from `cursor` on that `wanted` asks for; returns how
+  // many, and moves the cursor to the next slot to look at.
+  size_t export_rows(uint64_t& cursor, size_t limit, const Wanted& wanted, uint32_t* slots) const;
   // Grows once for `rows` more ids, instead of step by step as they come.
   void reserve(uint64_t rows);
+
+  // ---- changes ----
+  // A point in time for Wanted::changed_since and removals(); what changes after it has a stamp
+  // above it.
+  uint64_t mark_changes();
+  RemovalLog& removals() { return removals_; }
+  const RemovalLog& removals() const { return removals_; }
+
   // Another optimizer: embeddings and scores stay, state starts from its initial value.
   void set_state_layout(const StateLayout& state);
   void set_initializer(const Initializer& initializer) { config_.initializer = initializer; }
@@ -134,6 +152,9 @@ class Table {
   bool grow_for(uint64_t incoming);
   bool grow_to(uint64_t buckets);
   uint32_t begin_batch();
+  bool tracks_changes() const { return marked_ != 0; }
+  // Notes ids that left the table just now.
+  void log_removals(const std::vector<uint64_t>& ids);
   void layout_rows(const StateLayout& state);
   void link_wide(uint32_t slot);
   void unlink_wide(uint32_t slot);
@@ -155,6 +176,9 @@ class Table {
   std::atomic<uint32_t> positions_used_{0};
 
   uint32_t stamp_ = 0;
+  uint32_t lap_ = 0;     // how often stamps started again
+  uint64_t marked_ = 0;  // the last mark; 0: none yet
+  RemovalLog removals_;
   uint64_t version_ = 0;  // changes whenever a slot loses its id
   uint64_t changes_ = 0;  // changes with every batch, erase, clear and growth
   uint64_t next_row_number_ = 0;

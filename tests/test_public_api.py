@@ -280,7 +280,12 @@ def test_table_methods() -> None:
         "state": "None",
         "scores": "None",
     }
-    assert defaults(Table.export) == {"batch_size": "65536", "score_threshold": "None"}
+    assert defaults(Table.export) == {
+        "batch_size": "65536",
+        "score_threshold": "None",
+        "changed_since": "None",
+    }
+    assert defaults(Table.log_removals) == {"limit": "None"}
 
 
 @pytest.mark.parametrize(

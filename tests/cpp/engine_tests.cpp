@@ -205,7 +205,7 @@ Rows lookup(const Table& table, const Ids& ids, int threads = 1) {
 Rows dump(const Table& table, uint64_t threshold = 0, size_t limit = 1000) {
   std::vector<uint32_t> all, some(limit);
   uint64_t cursor = 0;
-  while (const size_t count = table.export_rows(cursor, limit, threshold, some.data()))
+  while (const size_t count = table.export_rows(cursor, limit, {.threshold = threshold}, some.data()))
     all.insert(all.end(), some.begin(), some.begin() + static_cast<std::ptrdiff_t>(count));
   return read_slots(table, all);
 }

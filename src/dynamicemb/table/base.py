@@ -277,11 +277,71 @@ class Table(ABC):
 
     @abstractmethod
     def export(
-        self, *, batch_size: int = 65536, score_threshold: int | None = None
+        self,
+        *,
+        batch_size: int = 65536,
+        score_threshold: int | None = None,
+        changed_since: int | None = None,
     ) -> Iterator[Rows]:
         """The rows in slot order, at most ``batch_size`` at a time, none skipped or doubled while
         the table is left alone. ``score_threshold``: only rows with a score (the timestamp of a
-        pair) of at least this much, compared as unsigned 64-bit numbers."""
+        pair) of at least this much, compared as unsigned 64-bit numbers. ``changed_since``: only
+        rows that changed after this mark of :meth:`mark_changes`. With both: the rows that either
+        asks for."""
+
+    # ---- changes ----
+
+    def mark_changes(self) -> int:
+        """A mark: a positive number for this moment, for ``export(changed_since=)`` and
+        :meth:`removed_since`.
+
+        A row has changed after the mark if a training batch or ``insert`` or ``assign`` touched it
+        after, or an update of its embedding or state came after, whenever it was looked up. Rows
+        that wait for their forward after a ``prefetch`` may count as changed with every batch.
+        Marks grow with time and mean nothing to another table, or after a restart.
+        """
+        raise self._no_changes()
+
+    def log_removals(self, limit: int | None = None) -> None:
+        """From now on remember which ids leave the table: evicted, erased, cleared.
+
+        ``limit``: ids to remember, 8 bytes each, at most; None: 2**20, or two per slot where that
+        is more. Beyond it the oldest are forgotten, which :meth:`removed_since` then says. Off
+        until the first call, and in copies.
+        """
+        raise self._no_changes()
+
+    @property
+    def logs_removals(self) -> bool:
+        """Whether :meth:`log_removals` was called."""
+        return False
+
+    def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
+        """The oldest mark that the log can answer, and the ids that left after ``mark`` (int64, in
+        any order, also more than once, also those that came back)."""
+        raise self._no_changes()
+
+    def _no_changes(self) -> UsageError:
+        return UsageError(f"a {type(self).__name__} does not know what changed in it")
+
+    def removed_since(self, mark: int) -> torch.Tensor:
+        """int64 [n]: the ids that left the table after ``mark`` and are not stored now, each once,
+        in ascending order. UsageError if the log does not reach back to the mark."""
+        mark = check_integer("mark", mark, minimum=1)
+        if not self.logs_removals:
+            raise UsageError(
+                f"table {self.name!r} does not remember which ids left it; call log_removals() "
+                "before the time that is asked about"
+            )
+        known_since, ids = self.logged_removals(mark)
+        if mark < known_since:
+            raise UsageError(
+                f"table {self.name!r} does not remember all ids that left it since mark {mark}, "
+                f"only since {known_since}: the log began later, or more ids than its limit left. "
+                "Dump the whole table, or raise the limit of log_removals()"
+            )
+        distinct: torch.Tensor = torch.unique(ids)
+        return distinct[~self.contains(distinct)]
 
     @abstractmethod
     def stats(self) -> TableStats: ...

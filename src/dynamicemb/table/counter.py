@@ -52,7 +52,9 @@ class IdCounter:
         """(ids, counts), both int64 [n]."""
         ids = torch.empty(self.table.size, dtype=torch.int64)
         counts = torch.empty_like(ids)
-        self.table.export_rows(0, len(ids), 0, threads(), ids.data_ptr(), 0, 0, counts.data_ptr())
+        self.table.export_rows(
+            0, len(ids), 0, None, threads(), ids.data_ptr(), 0, 0, counts.data_ptr()
+        )
         return ids, counts
 
     def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:

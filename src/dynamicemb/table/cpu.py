@@ -148,17 +148,27 @@ class CpuTable(Table):
         return slots
 
     def export(
-        self, *, batch_size: int = 65536, score_threshold: int | None = None
+        self,
+        *,
+        batch_size: int = 65536,
+        score_threshold: int | None = None,
+        changed_since: int | None = None,
     ) -> Iterator[Rows]:
         batch_size = check_integer("batch_size", batch_size, minimum=1)
-        threshold = 0
+        threshold = None if changed_since is not None else 0
         if score_threshold is not None:
             threshold = check_integer(
                 "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
             )
-        return self._export(batch_size, threshold)
+        if changed_since is not None:
+            changed_since = check_integer(
+                "changed_since", changed_since, minimum=1, maximum=2**64 - 1
+            )
+        return self._export(batch_size, threshold, changed_since)
 
-    def _export(self, batch_size: int, threshold: int) -> Iterator[Rows]:
+    def _export(
+        self, batch_size: int, threshold: int | None, changed_since: int | None
+    ) -> Iterator[Rows]:
         cursor = 0
         while True:
             rows = self.empty_rows(min(batch_size, self.engine.size))
@@ -166,6 +176,7 @@ class CpuTable(Table):
                 cursor,
                 len(rows),
                 threshold,
+                changed_since,
                 threads(),
                 rows.ids.data_ptr(),
                 rows.embeddings.data_ptr(),
@@ -177,6 +188,27 @@ class CpuTable(Table):
             yield Rows(
                 rows.ids[:count], rows.embeddings[:count], rows.state[:count], rows.scores[:count]
             )
+
+    # ---- changes ----
+
+    def mark_changes(self) -> int:
+        return self.engine.mark_changes()
+
+    def log_removals(self, limit: int | None = None) -> None:
+        if limit is None:
+            limit = max(2**20, 2 * self.max_slots)
+        self.engine.log_removals(check_integer("limit", limit, minimum=1, maximum=2**40))
+
+    @property
+    def logs_removals(self) -> bool:
+        return self.engine.logs_removals
+
+    def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
+        ids = _engine.removed_since(self.engine, mark)
+        known_since = self.engine.removals_known_since  # read after: it only grows
+        if not ids:
+            return known_since, torch.empty(0, dtype=torch.int64)
+        return known_since, torch.frombuffer(bytearray(ids), dtype=torch.int64)
 
     # ---- writing ----
 
