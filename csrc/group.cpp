@@ -8,7 +8,8 @@
 namespace dynamicemb {
 namespace {
 
-constexpr size_t kChunk = 2048;      // occurrences per task
+constexpr size_t kChunk = 2048;           // occurrences per task
+constexpr size_t kStreamBytes = 1 << 24;  // outputs of this size are written past the caches
 constexpr uint32_t kSumBlock = 256;  // occurrences summed in order; blocks are then summed in order
 
 // A task of one segment: outputs [begin, end), which are occurrences or bags of the segment.
@@ -33,6 +34,14 @@ std::vector<Task> output_tasks(std::span<const Segment> segments, const Pooling&
 
 std::byte* element(void* base, DataType type, size_t index) {
   return static_cast<std::byte*>(base) + index * bytes_of(type);
+}
+
+// Whether the rows of the segments are more than the caches keep.
+bool streams(std::span<const Segment> segments, const Pooling& pooling) {
+  size_t bytes = 0;
+  for (const Segment& segment : segments)
+    bytes += segment.id_count * segment.table->config().dim * bytes_of(pooling.type);
+  return bytes >= kStreamBytes;
 }
 
 // Where the output of bag `bag` of a segment starts, in elements.
@@ -111,34 +120,44 @@ class Gradients {
     return scale;
   }
 
-  // sum = the gradients of `count` occurrences, in their order.
+  // sum = the gradients of `count` occurrences: blocks of kSumBlock in order, then their sums.
   void sum(const Segment& segment, const uint32_t* occurrences, uint32_t count, float clamp,
            float* sum, float* scratch) const {
     const uint32_t dim = segment.table->config().dim;
     const size_t bytes = dim * bytes_of(pooling_.type);
     const auto accumulate = kernels().accumulate;
-    if (plain() && !pooling_.pooled && clamp == 0 && count <= kSumBlock) {
+    if (plain() && !pooling_.pooled && clamp == 0) {
       const std::byte* rows = row(segment, segment.id_begin);
       const RowSource source{rows, nullptr, pooling_.stride * sizeof(float), dim, pooling_.type};
-      const Bag bag{occurrences, nullptr, count, count, 1.0f};
-      return kernels().pool(source, bag, DataType::kFloat32, sum);
+      const auto sum_block = [&](uint32_t begin, uint32_t end, float* into) {
+        const Bag bag{occurrences + begin, nullptr, end - begin, count - begin, 1.0f};
+        kernels().pool(source, bag, DataType::kFloat32, into);
+      };
+      return sum_blocks(count, dim, sum, scratch, sum_block);
     }
-    std::fill_n(sum, dim, 0.0f);
-    for (uint32_t block = 0; block < count; block += kSumBlock) {
-      float* into = count <= kSumBlock ? sum : scratch;
-      if (into == scratch) std::fill_n(scratch, dim, 0.0f);
-      const uint32_t end = std::min(count, block + kSumBlock);
-      for (uint32_t i = block; i < end; ++i) {
+    sum_blocks(count, dim, sum, scratch, [&](uint32_t begin, uint32_t end, float* into) {
+      std::fill_n(into, dim, 0.0f);
+      for (uint32_t i = begin; i < end; ++i) {
         if (i + 4 < count)
           prefetch_bytes(row(segment, segment.id_begin + occurrences[i + 4]), bytes);
         const size_t occurrence = segment.id_begin + occurrences[i];
         accumulate(pooling_.type, row(segment, occurrence), clamp, scale(occurrence), into, dim);
       }
-      if (into == scratch) accumulate(DataType::kFloat32, scratch, 0, 1.0f, sum, dim);
-    }
+    });
   }
 
  private:
+  template <class SumBlock>
+  static void sum_blocks(uint32_t count, uint32_t dim, float* sum, float* scratch,
+                         const SumBlock& sum_block) {
+    if (count <= kSumBlock) return sum_block(0, count, sum);
+    std::fill_n(sum, dim, 0.0f);
+    for (uint32_t begin = 0; begin < count; begin += kSumBlock) {
+      sum_block(begin, std::min(count, begin + kSumBlock), scratch);
+      kernels().accumulate(DataType::kFloat32, scratch, 0, 1.0f, sum, dim);
+    }
+  }
+
   const Pooling& pooling_;
   const std::byte* gradient_;
   std::unique_ptr<uint32_t[]> bag_of_;
@@ -169,6 +188,7 @@ void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids, con
     kernels().narrow(table.config_.type, constant.data(), missing[s].data(), table.config_.dim);
   }
   const std::vector<Task> tasks = output_tasks(segments, pooling);
+  const bool stream = streams(segments, pooling);
   parallel_for(threads, tasks.size(), [&](size_t task) {
     const auto [s, begin, end] = tasks[task];
     const Segment& segment = segments[s];
@@ -189,7 +209,7 @@ void Group::evaluate(std::span<const Segment> segments, const uint64_t* ids, con
     if (pooling.pooled) {
       pool_bags(segment, pooling, source, rows.data(), first, begin, end, out);
     } else {
-      kernels().gather(source, rows.data(), rows.size(), pooling.type,
+      kernels().gather(source, rows.data(), rows.size(), stream, pooling.type,
                        element(out, pooling.type, first * pooling.stride), pooling.stride);
     }
   });
@@ -215,6 +235,7 @@ void Group::read(std::span<const Segment> segments, const Pooling& pooling, void
                  int threads) {
   refresh(segments, threads);
   const std::vector<Task> tasks = output_tasks(segments, pooling);
+  const bool stream = streams(segments, pooling);
   parallel_for(threads, tasks.size(), [&](size_t task) {
     const auto [s, begin, end] = tasks[task];
     const Segment& segment = segments[s];
@@ -228,7 +249,7 @@ void Group::read(std::span<const Segment> segments, const Pooling& pooling, void
       pool_bags(segment, pooling, source, batch.rows_ + (first - segment.id_begin), first, begin,
                 end, out);
     } else {
-      kernels().gather(source, batch.rows_ + begin, end - begin, pooling.type,
+      kernels().gather(source, batch.rows_ + begin, end - begin, stream, pooling.type,
                        element(out, pooling.type, (segment.id_begin + begin) * pooling.stride),
                        pooling.stride);
     }
@@ -266,8 +287,8 @@ uint64_t Group::update_range(const Segment& segment, const Gradients& gradients,
   float* scratch = sum + dim;
   float* wide = scratch + dim;
   uint64_t dropped = 0;
-  constexpr size_t kDistance = 16;  // rows between a prefetch and its use
-  constexpr uint32_t kFetched = 4;  // gradients of a row that are fetched so far ahead
+  constexpr size_t kDistance = 16;   // rows between a prefetch and its use
+  constexpr uint32_t kFetched = 16;  // gradients of a row that are fetched so far ahead
   for (size_t position = begin; position < end; ++position) {
     if (const size_t ahead = position + kDistance; ahead < end) {
       const uint32_t entry = batch.entry_at_[ahead];

@@ -127,9 +127,10 @@ struct Kernels {
   void (*narrow_stochastic)(DataType type, const float* from, void* to, uint32_t dim, uint64_t seed,
                             uint64_t id, uint32_t step);
 
-  // out[i] = row rows[i], converted to `out_type`.
-  void (*gather)(const RowSource& source, const uint32_t* rows, size_t n, DataType out_type,
-                 void* out, size_t out_stride);
+  // out[i] = row rows[i], converted to `out_type`. `stream`: the output is so large that it would
+  // leave the caches before it is read, so do not read it into them to write it.
+  void (*gather)(const RowSource& source, const uint32_t* rows, size_t n, bool stream,
+                 DataType out_type, void* out, size_t out_stride);
   void (*pool)(const RowSource& source, const Bag& bag, DataType out_type, void* out);
 
   // sum += clamp(gradient) * scale
@@ -149,6 +150,10 @@ const Kernels& kernels();
 // Prefetches go to the second-level cache: it can wait for several times as many lines as the first
 // (1.3 to 1.9 times faster lookups on Zen 4).
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// On to the first level, shortly before use. Lines that wait in the shared third level are hardly
+// sped up by the prefetch above alone (Zen 4: 26 ns instead of 12 for an id of a hot set).
+inline void prefetch_near(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 inline void prefetch_bytes(const void* address, size_t bytes) {
   const auto* at = static_cast<const char*>(address);

@@ -103,15 +103,20 @@ inline uint64_t match_line(const IndexView& index, uint32_t at, uint32_t digest)
 }
 
 // Buckets that are about half full: the second line is fetched only for ids without a candidate
-// in the first.
+// in the first. Lines come in two steps, first to the second-level cache, then to the first.
 void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
-  Block ring[4];
+  Block ring[8];
   const size_t blocks = (n + kBlock - 1) / kBlock;
-  for (size_t step = 0; step < blocks + 3; ++step) {
-    if (step < blocks) hash_step(index, ids + step * kBlock, block_size(n, step), ring[step % 4]);
+  for (size_t step = 0; step < blocks + 4; ++step) {
+    if (step < blocks) hash_step(index, ids + step * kBlock, block_size(n, step), ring[step % 8]);
     if (step >= 1 && step - 1 < blocks) {
       const size_t count = block_size(n, step - 1);
-      Block& block = ring[(step - 1) % 4];
+      const Block& block = ring[(step - 1) % 8];
+      for (size_t i = 0; i < count; ++i) prefetch_near(index.digests + block.base[i]);
+    }
+    if (step >= 2 && step - 2 < blocks) {
+      const size_t count = block_size(n, step - 2);
+      Block& block = ring[(step - 2) % 8];
       for (size_t i = 0; i < count; ++i) {
         const uint64_t low = match_line(index, block.base[i], block.digest[i]);
         block.low[i] = low;
@@ -119,21 +124,24 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
         prefetch(low != 0 ? key : index.digests + block.base[i] + 64);
       }
     }
-    if (step >= 2 && step - 2 < blocks) {
-      const size_t count = block_size(n, step - 2);
-      Block& block = ring[(step - 2) % 4];
+    if (step >= 3 && step - 3 < blocks) {
+      const size_t count = block_size(n, step - 3);
+      Block& block = ring[(step - 3) % 8];
       for (size_t i = 0; i < count; ++i) {
         const uint64_t low = block.low[i], more = low & (low - 1);
         if (more != 0) prefetch(index.keys + block.base[i] + __builtin_ctzll(more));
-        if (low != 0) continue;
+        if (low != 0) {
+          prefetch_near(index.keys + block.base[i] + __builtin_ctzll(low));
+          continue;
+        }
         const uint64_t high = match_line(index, block.base[i] + 64, block.digest[i]);
         block.high[i] = high;
         if (high != 0) prefetch(index.keys + block.base[i] + 64 + __builtin_ctzll(high));
       }
     }
-    if (step >= 3) {
-      const size_t begin = (step - 3) * kBlock, count = block_size(n, step - 3);
-      const Block& block = ring[(step - 3) % 4];
+    if (step >= 4) {
+      const size_t begin = (step - 4) * kBlock, count = block_size(n, step - 4);
+      const Block& block = ring[(step - 4) % 8];
       for (size_t i = 0; i < count; ++i) {
         const uint32_t base = block.base[i];
         const uint64_t low = block.low[i];
@@ -150,7 +158,7 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
   }
 }
 
-// Full buckets: both lines are fetched at once.
+// Full buckets: both lines are fetched at once. The second step does not pay here.
 void find128_dense(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots) {
   Block ring[4];
   const size_t blocks = (n + kBlock - 1) / kBlock;

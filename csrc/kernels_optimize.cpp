@@ -77,7 +77,7 @@ void rowwise_adagrad(float* w, float*, float* scalar, const float* g, float* scr
                      const OptimizerStep& step) {
   Float weights = w;
   Gradient gradient = prepare(w, g, scratch, dim, step);
-  *scalar = *scalar + dot(gradient, gradient, dim) / static_cast<float>(dim);
+  *scalar = *scalar + dot_columns(gradient, gradient, dim) / static_cast<float>(dim);
   const float rate = step.learning_rate / (std::sqrt(*scalar) + step.epsilon);
   for (uint32_t i = 0; i < dim; ++i) weights[i] = weights[i] - rate * gradient[i];
 }
@@ -87,7 +87,7 @@ void partial_rowwise_adam(float* w, float* state, float* scalar, const float* g,
   Float weights = w, first = state;
   Gradient gradient = prepare(w, g, scratch, dim, step);
   const float new1 = step.one_minus_beta1;
-  const float mean_square = dot(gradient, gradient, dim) / static_cast<float>(dim);
+  const float mean_square = dot_columns(gradient, gradient, dim) / static_cast<float>(dim);
   *scalar = step.beta2 * *scalar + step.one_minus_beta2 * mean_square;
   const float denominator = std::sqrt(*scalar) / step.bias_correction2_sqrt + step.epsilon;
   const float rate = step.adam_rate / denominator;

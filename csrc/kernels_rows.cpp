@@ -1,8 +1,9 @@
 // Moving rows: gather, pooling, gradient sums, number formats.
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 
@@ -73,10 +74,6 @@ inline void from_float(float value, Half& out) {
 #endif
 }
 
-// Sixteen columns in registers; the compiler splits them to what the processor has.
-using Vector = float __attribute__((vector_size(64), aligned(4)));
-constexpr uint32_t kLanes = 16;
-
 inline void load(const float* from, Vector& to) { std::memcpy(&to, from, sizeof(Vector)); }
 inline void load(const BFloat* from, Vector& to) {
   for (uint32_t lane = 0; lane < kLanes; ++lane) to[lane] = to_float(from[lane]);
@@ -109,18 +106,61 @@ inline void copy_row(const In* in, Out* out, uint32_t dim) {
   for (; column < dim; ++column) from_float(to_float(in[column]), out[column]);
 }
 
+// Copies whole lines past the caches; `out` starts at one.
+inline void stream_lines(const std::byte* in, std::byte* out, size_t bytes) {
+#if defined(__AVX512F__)
+  for (size_t at = 0; at < bytes; at += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(out + at), _mm512_loadu_si512(in + at));
+#elif defined(__AVX2__)
+  for (size_t at = 0; at < bytes; at += 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at)));
+#elif defined(__SSE2__)
+  for (size_t at = 0; at < bytes; at += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + at),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + at)));
+#else
+  std::memcpy(out, in, bytes);
+#endif
+}
+
+inline void end_of_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 constexpr size_t kDistance = 32;  // rows between a prefetch and its use
 
-template <class In, class Out>
-void gather_rows(const RowSource& source, const uint32_t* rows, size_t n, Out* out,
-                 size_t out_stride) {
-  const size_t bytes = source.dim * sizeof(In);
+// Calls copy(row, i) for the n rows.
+template <class Copy>
+inline void for_each_row(const RowSource& source, const uint32_t* rows, size_t n, size_t bytes,
+                         const Copy& copy) {
   for (size_t i = 0; i < (n < kDistance ? n : kDistance); ++i)
     prefetch_bytes(source.at(rows[i]), bytes);
   for (size_t i = 0; i < n; ++i) {
     if (i + kDistance < n) prefetch_bytes(source.at(rows[i + kDistance]), bytes);
-    copy_row(reinterpret_cast<const In*>(source.at(rows[i])), out + i * out_stride, source.dim);
+    copy(source.at(rows[i]), i);
   }
+}
+
+template <class In, class Out>
+void gather_rows(const RowSource& source, const uint32_t* rows, size_t n, bool stream, Out* out,
+                 size_t out_stride) {
+  const size_t bytes = source.dim * sizeof(In);
+  if constexpr (std::is_same_v<In, Out>) {
+    const bool lines = bytes % 64 == 0 && out_stride * sizeof(Out) % 64 == 0 &&
+                       reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    if (stream && lines) {
+      for_each_row(source, rows, n, bytes, [&](const std::byte* row, size_t i) {
+        stream_lines(row, reinterpret_cast<std::byte*>(out + i * out_stride), bytes);
+      });
+      return end_of_stream();
+    }
+  }
+  for_each_row(source, rows, n, bytes, [&](const std::byte* row, size_t i) {
+    copy_row(reinterpret_cast<const In*>(row), out + i * out_stride, source.dim);
+  });
 }
 
 // Columns [first, first + 16 * kVectors) of a bag.
@@ -260,11 +300,11 @@ void narrow_stochastic(DataType type, const float* from, void* to, uint32_t dim,
   });
 }
 
-void gather(const RowSource& source, const uint32_t* rows, size_t n, DataType out_type, void* out,
-            size_t out_stride) {
+void gather(const RowSource& source, const uint32_t* rows, size_t n, bool stream, DataType out_type,
+            void* out, size_t out_stride) {
   with_type(source.type, [&](auto* in) {
     with_type(out_type, [&](auto* to) {
-      gather_rows<std::remove_pointer_t<decltype(in)>>(source, rows, n,
+      gather_rows<std::remove_pointer_t<decltype(in)>>(source, rows, n, stream,
                                                        static_cast<decltype(to)>(out), out_stride);
     });
   });
@@ -285,20 +325,6 @@ void accumulate(DataType type, const void* gradient, float clamp, float scale, f
   });
 }
 
-float dot(const float* a, const float* b, uint32_t dim) {
-  // Column c goes to lane c % 16; lanes are then folded in halves. The GPU kernels do the same.
-  Vector sum = {};
-  uint32_t column = 0;
-  for (; column + kLanes <= dim; column += kLanes) {
-    Vector x, y;
-    load(a + column, x);
-    load(b + column, y);
-    sum += x * y;
-  }
-  for (uint32_t lane = 0; column < dim; ++column, ++lane) sum[lane] += a[column] * b[column];
-  for (uint32_t width = kLanes / 2; width > 0; width /= 2)
-    for (uint32_t lane = 0; lane < width; ++lane) sum[lane] += sum[lane + width];
-  return sum[0];
-}
+float dot(const float* a, const float* b, uint32_t dim) { return dot_columns(a, b, dim); }
 
 }  // namespace dynamicemb::DYNAMICEMB_VARIANT

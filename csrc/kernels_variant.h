@@ -7,6 +7,8 @@
 #include <immintrin.h>
 #endif
 
+#include <cstring>
+
 #include "kernels.h"
 
 #ifndef DYNAMICEMB_VARIANT
@@ -22,13 +24,43 @@ void initialize(const Initializer&, uint64_t, float*, uint32_t);
 void widen(DataType, const void*, float*, uint32_t);
 void narrow(DataType, const float*, void*, uint32_t);
 void narrow_stochastic(DataType, const float*, void*, uint32_t, uint64_t, uint64_t, uint32_t);
-void gather(const RowSource&, const uint32_t*, size_t, DataType, void*, size_t);
+void gather(const RowSource&, const uint32_t*, size_t, bool, DataType, void*, size_t);
 void pool(const RowSource&, const Bag&, DataType, void*);
 void accumulate(DataType, const void*, float, float, float*, uint32_t);
 float dot(const float*, const float*, uint32_t);
 extern void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*,
                                                uint32_t, const OptimizerStep&);
 Kernels table();
+
+// Sixteen columns in registers; the compiler splits them to what the processor has.
+using Vector = float __attribute__((vector_size(64), aligned(4)));
+constexpr uint32_t kLanes = 16;
+
+// Sum over columns of a * b: column c goes to lane c % 16, and lanes are then folded in halves.
+// The GPU kernels do the same.
+static inline float dot_columns(const float* a, const float* b, uint32_t dim) {
+  Vector sum = {};
+  uint32_t column = 0;
+  for (; column + kLanes <= dim; column += kLanes) {
+    Vector x, y;
+    std::memcpy(&x, a + column, sizeof x);
+    std::memcpy(&y, b + column, sizeof y);
+    sum += x * y;
+  }
+  if (column < dim) {
+    float rest[kLanes];  // not sum[lane]: that would keep the sum in memory
+    std::memcpy(rest, &sum, sizeof rest);
+    for (uint32_t lane = 0; column < dim; ++column, ++lane) rest[lane] += a[column] * b[column];
+    std::memcpy(&sum, rest, sizeof rest);
+  }
+  const auto eight = __builtin_shufflevector(sum, sum, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(sum, sum, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+                    __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  const auto two =
+      __builtin_shufflevector(four, four, 0, 1) + __builtin_shufflevector(four, four, 2, 3);
+  return two[0] + two[1];
+}
 
 // Eight 32-bit words; high and low halves of their products with a constant.
 using Words = uint32_t __attribute__((vector_size(32)));
