@@ -20,6 +20,7 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     KVCounter,
     OptimizerArgs,
+    incremental_dump,
 )
 from dynamicemb.table import Table, TableStats, create_table
 
@@ -286,6 +287,25 @@ def test_table_methods() -> None:
         "changed_since": "None",
     }
     assert defaults(Table.log_removals) == {"limit": "None"}
+
+
+def test_incremental_dump() -> None:
+    assert set(incremental_dump.__all__) == {
+        "get_score",
+        "incremental_dump",
+        "is_valid_score_threshold",
+        "set_score",
+        "track_removals",
+    }
+    assert defaults(incremental_dump.incremental_dump) == {
+        "model": "",
+        "score_threshold": "",
+        "pg": "None",
+        "removed": "False",
+    }
+    assert defaults(incremental_dump.get_score) == {"model": ""}
+    assert defaults(incremental_dump.set_score) == {"model": "", "table_score": ""}
+    assert defaults(incremental_dump.track_removals) == {"model": "", "limit": "None"}
 
 
 @pytest.mark.parametrize(

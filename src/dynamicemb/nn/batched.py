@@ -23,6 +23,7 @@ from dynamicemb.nn.checks import (
     check_output_dtype,
     check_weights,
 )
+from dynamicemb.nn.incremental import collect_rows, current_scores, dump_increment
 from dynamicemb.nn.module import DynamicModule, Plan
 from dynamicemb.optimizers import EmbOptimType, Optimizer, OptimizerArgs
 from dynamicemb.options import (
@@ -200,7 +201,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
 
     def get_score(self) -> dict[str, int]:
         """``{table name: score of the next training batch}``."""
-        return {table.name: table.get_score() for table in self.tables}
+        return current_scores({table.name: table for table in self.tables})
 
     # ---- content ----
 
@@ -211,7 +212,13 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         batch_size: int = BATCH_SIZE_PER_DUMP,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All ids int64 [n] and rows float32 [n, dim] of a table."""
-        return self._collect(self._table(table_name), None, device, batch_size, torch.float32)
+        return collect_rows(
+            self._table(table_name),
+            None,
+            dtype=torch.float32,
+            device=device,
+            batch_size=batch_size,
+        )
 
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None
@@ -219,17 +226,12 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         """Rows with a score of at least the table's threshold, and the next thresholds.
 
         Returns ``{table: (ids [n], rows [n, dim])}`` and ``{table: score}``. With ``pg``, the rows
-        of all its ranks, in rank order.
+        of all its ranks, in rank order. See :func:`dynamicemb.incremental_dump.incremental_dump`.
         """
         _check_mapping("named_thresholds", named_thresholds)
-        chosen = [(self._table(name), value) for name, value in named_thresholds.items()]
-        rows = {
-            table.name: self._collect(table, threshold, "cpu", BATCH_SIZE_PER_DUMP, table.dtype)
-            for table, threshold in chosen
-        }
-        if pg is not None:
-            rows = _gather_rows(rows, pg)
-        return rows, {table.name: table.get_score() for table, _ in chosen}
+        tables = {name: self._table(name) for name in named_thresholds}
+        increment = dump_increment(tables, named_thresholds, group=pg)
+        return increment.rows, increment.scores
 
     def flush(self) -> None:
         """Nothing to do: no store lies below these tables."""
@@ -243,21 +245,6 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
                 return table
         raise wrong_value("table name", name, ", ".join(self.table_names))
 
-    @staticmethod
-    def _collect(
-        table: Table,
-        threshold: int | None,
-        device: torch.device | str,
-        batch_size: int,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = [torch.empty(0, dtype=torch.int64)]
-        rows = [torch.empty(0, table.dim, dtype=dtype)]
-        for part in table.export(batch_size=batch_size, score_threshold=threshold):
-            ids.append(part.ids)
-            rows.append(part.embeddings.to(dtype))
-        return torch.cat(ids).to(device), torch.cat(rows).to(device)
-
     def extra_repr(self) -> str:
         tables = ", ".join(f"{table.name}: {table.dim} x {len(table)}" for table in self.tables)
         return f"{tables}, pooling={self.pooling_mode.name}"
@@ -265,22 +252,6 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
 
 #: The later upstream name of the same module.
 BatchedDynamicEmbeddingTablesV2 = BatchedDynamicEmbeddingTables
-
-
-def _gather_rows(
-    rows: dict[str, tuple[torch.Tensor, torch.Tensor]], pg: Any
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    import torch.distributed as dist
-
-    everyone: list[Any] = [None] * dist.get_world_size(pg)
-    dist.all_gather_object(everyone, rows, group=pg)
-    return {
-        name: (
-            torch.cat([rank[name][0] for rank in everyone]),
-            torch.cat([rank[name][1] for rank in everyone]),
-        )
-        for name in rows
-    }
 
 
 def _check_mapping(name: str, value: Any) -> None:

@@ -1,0 +1,17 @@
+"""Incremental dumps of a model's dynamic tables, and their scores."""
+
+from dynamicemb.checkpoint.incremental import (
+    get_score,
+    incremental_dump,
+    is_valid_score_threshold,
+    set_score,
+    track_removals,
+)
+
+__all__ = [
+    "get_score",
+    "incremental_dump",
+    "is_valid_score_threshold",
+    "set_score",
+    "track_removals",
+]
