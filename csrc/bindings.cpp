@@ -15,8 +15,11 @@
 #include "group.h"
 
 namespace nb = nanobind;
+
 using namespace nb::literals;
 using namespace dynamicemb;
+
+void bind_serving(nb::module_& m);  // bindings_serving.cpp
 
 namespace {
 
@@ -461,6 +464,7 @@ NB_MODULE(_engine, m) {
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
   bind_changes(m);
+  bind_serving(m);
   bind_batch(m);
   bind_group(m);
 }

@@ -65,6 +65,20 @@ class Table:
 def removed_since(table: Table, mark: int) -> bytes:
     """The ids removed after this mark, 8 bytes each."""
 
+class MappedShard:
+    def __init__(self, *, index: int, slots: int, ids: int, rows: int, removed_ids: int, removed: int, values: int) -> None: ...
+
+    def build_index(self, index: int) -> bool:
+        """Fills zeroed words from the ids; False if an id comes twice."""
+
+class MappedTable:
+    def __init__(self, *, row_bytes: int, layers: Sequence[tuple[int, int, Sequence[MappedShard]]]) -> None:
+        """Layers are (distribution, block, shards), the newest first."""
+
+    def find(self, ids: int, n: int, threads: int, missing: int, found: int, out: int) -> None: ...
+
+def index_slots(ids: int) -> int: ...
+
 class Batch:
     def __init__(self, table: Table, mode: int, ids: int, n: int, counts: int) -> None: ...
 
