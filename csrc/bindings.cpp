@@ -444,6 +444,7 @@ NB_MODULE(_engine, m) {
   // torch keeps modules alive past the interpreter's end; that is no leak of ours to report.
   nb::set_leak_warnings(false);
   m.doc() = "The C++ engine of dynamicemb. Private: use dynamicemb.table.";
+  (void)dynamicemb::kernels();  // a wrong DYNAMICEMB_ISA fails the import, not a later call
   m.def(
       "valid_offsets",
       [](Address address, size_t count, int64_t total) {

@@ -144,7 +144,8 @@ struct Kernels {
                                     const OptimizerStep& step);
 };
 
-// The variant for this processor. DYNAMICEMB_ISA=baseline|avx2|avx512 forces a lesser one.
+// The variant for this processor. DYNAMICEMB_ISA=baseline|avx2|avx512 names the best one to use;
+// another value throws.
 const Kernels& kernels();
 
 // Prefetches go to the second-level cache: it can wait for several times as many lines as the first

@@ -75,3 +75,15 @@ def test_variants_agree(instruction_set: str, usual: tuple[str, str]) -> None:
     if name != instruction_set:
         pytest.skip(f"this processor runs {name} instead of {instruction_set}")
     assert digest == usual[1], f"{name} and {usual[0]} differ"
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", "import dynamicemb.table"],
+        env={**os.environ, "DYNAMICEMB_ISA": "avx3"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert out.returncode != 0
+    assert "DYNAMICEMB_ISA is 'avx3'; allowed: baseline, avx2, avx512" in out.stderr
