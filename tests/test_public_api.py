@@ -25,6 +25,12 @@ from dynamicemb import (
 from dynamicemb.table import Table, TableStats, create_table
 
 NAMES = {
+    "dump_async",
+    "TableLoad",
+    "LoadReport",
+    "DynamicEmbLoad",
+    "DynamicEmbDump",
+    "DumpHandle",
     "AdmissionStrategy",
     "ArgumentTypeError",
     "BATCH_SIZE_PER_DUMP",

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from dynamicemb.errors import CorruptCheckpointError, InvalidArgumentError
 
@@ -87,7 +87,7 @@ class _Open:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

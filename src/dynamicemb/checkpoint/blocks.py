@@ -1,0 +1,136 @@
+"""Files as sequences of blocks, each with its checksum, written and read in one pass."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from dynamicemb import _engine
+from dynamicemb.checkpoint.files import ReadFile, WriteFile
+from dynamicemb.checkpoint.manifest import BLOCK_BYTES, FileEntry
+from dynamicemb.errors import CheckpointError, CorruptCheckpointError
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on the CPU, uint8 [bytes]; shared where the tensor is contiguous."""
+    if sys.byteorder != "little":  # pragma: no cover
+        raise CheckpointError("checkpoints are little-endian; this machine is not")
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class BlockWriter:
+    """Appends tensors to a new file in writes of whole blocks."""
+
+    def __init__(self, file: WriteFile, block_bytes: int = BLOCK_BYTES) -> None:
+        self._file = file
+        self._block_bytes = block_bytes
+        self._pending = torch.empty(block_bytes, dtype=torch.uint8)
+        self._filled = 0
+        self._bytes = 0
+        self._checksums: list[int] = []
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Append the numbers of ``tensor``, which is on the CPU."""
+        data = as_bytes(tensor)
+        while len(data):
+            if self._filled == 0 and len(data) >= self._block_bytes:
+                self._put(data[: self._block_bytes])  # without a copy
+                data = data[self._block_bytes :]
+                continue
+            count = min(self._block_bytes - self._filled, len(data))
+            self._pending[self._filled : self._filled + count] = data[:count]
+            self._filled += count
+            data = data[count:]
+            if self._filled == self._block_bytes:
+                self._flush()
+
+    def finish(self) -> FileEntry:
+        """Write what is left and wait until all is on the device; the file's entry."""
+        self._flush()
+        self._file.sync()
+        self._file.close()
+        return FileEntry(self._bytes, tuple(self._checksums))
+
+    def close(self) -> None:
+        """Give up."""
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._filled:
+            self._put(self._pending[: self._filled])
+            self._filled = 0
+
+    def _put(self, block: torch.Tensor) -> None:
+        self._checksums.append(_engine.xxh64(block.data_ptr(), len(block)))
+        self._bytes += len(block)
+        self._file.write(block.numpy().data)
+
+
+class BlockReader:
+    """Reads a file, whose length is its entry's, from start to end, and checks every block before
+    it is handed out."""
+
+    def __init__(self, file: ReadFile, entry: FileEntry, block_bytes: int = BLOCK_BYTES) -> None:
+        self._file = file
+        self._entry = entry
+        self._block_bytes = block_bytes
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._rest = self._block  # what of the present block was not handed out
+        self._next = 0  # number of the next block
+
+    @property
+    def size(self) -> int:
+        return self._entry.bytes
+
+    def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next numbers of the file."""
+        tensor = torch.empty(shape, dtype=dtype)
+        out = as_bytes(tensor)
+        while len(out):
+            if len(self._rest) == 0:
+                size = self._size_of_next()
+                if len(out) >= size > 0:
+                    self._load(out[:size])
+                    out = out[size:]
+                    continue
+                if len(self._block) < size:
+                    self._block = torch.empty(size, dtype=torch.uint8)
+                self._load(self._block[:size])
+                self._rest = self._block[:size]
+            count = min(len(out), len(self._rest))
+            out[:count] = self._rest[:count]
+            out, self._rest = out[count:], self._rest[count:]
+        return tensor
+
+    def verify(self) -> int:
+        """Read what is left and check it; the number of bytes."""
+        total = 0
+        while self._next * self._block_bytes < self._entry.bytes:
+            size = self._size_of_next()
+            if len(self._block) < size:
+                self._block = torch.empty(size, dtype=torch.uint8)
+            self._load(self._block[:size])
+            total += size
+        return total
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _size_of_next(self) -> int:
+        left = self._entry.bytes - self._next * self._block_bytes
+        if left <= 0:
+            raise CorruptCheckpointError(f"{self._file.name} has no more than {self.size} bytes")
+        return min(self._block_bytes, left)
+
+    def _load(self, block: torch.Tensor) -> None:
+        offset = self._next * self._block_bytes
+        self._file.read_at(offset, block.numpy().data)
+        if self._entry.checksums is not None:
+            found = _engine.xxh64(block.data_ptr(), len(block))
+            if found != self._entry.checksums[self._next]:
+                raise CorruptCheckpointError(
+                    f"{self._file.name} is damaged in the bytes {offset} to {offset + len(block)}: "
+                    f"their checksum is {found:016x}, not {self._entry.checksums[self._next]:016x}"
+                )
+        self._next += 1

@@ -1,0 +1,76 @@
+"""File names for any table and collection name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+#: Bytes of an escaped name at most; the rest of a file name needs up to 70 of the usual 255.
+_LONGEST = 150
+_KEPT = 100
+
+#: What the files of one shard hold: ids, rows, scores, optimizer state, and the admission counter.
+ROLES = ("keys", "values", "scores", "opt_values", "counter_keys", "counter_frequencies")
+
+
+def escape(name: str) -> str:
+    """A file name for ``name``: equal only for equal names, never hidden, "." or "..".
+
+    ASCII letters, digits, "_", "-" and "." stay, the last not in front; the other bytes of its
+    UTF-8 become "%" and two hexadecimal digits. A long name is cut and ends in "%~" and its hash.
+    """
+    parts: list[str] = []
+    for byte in name.encode("utf-8", "surrogatepass"):
+        char = chr(byte)
+        plain = char.isascii() and (char.isalnum() or char in "_-.")
+        if char == "." and not parts:
+            plain = False
+        parts.append(char if plain else f"%{byte:02X}")
+    escaped = "".join(parts) or "%"
+    if len(escaped) <= _LONGEST:
+        return escaped
+    return _with_hash(escaped, name)
+
+
+def distinct_stems(names: Iterable[str]) -> dict[str, str]:
+    """:func:`escape` of every name; names that a file system without upper and lower case would
+    take for one get their hash too."""
+    escaped = {name: escape(name) for name in names}
+    folded: dict[str, list[str]] = {}
+    for name, stem in escaped.items():
+        folded.setdefault(stem.lower(), []).append(name)
+    for group in folded.values():
+        if len(group) > 1:
+            for name in group:
+                escaped[name] = _with_hash(escaped[name], name)
+    return escaped
+
+
+def _with_hash(escaped: str, name: str) -> str:
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return f"{escaped[:_KEPT]}%~{digest}"
+
+
+def file_name(stem: str, role: str, rank: int, world_size: int) -> str:
+    """The file of one role of one rank's shard; roles beside ``ROLES`` are named the same way."""
+    kind = role if role.startswith("counter_") else f"emb_{role}"
+    return f"{stem}_{kind}.rank_{rank}.world_size_{world_size}"
+
+
+def opt_args_name(stem: str) -> str:
+    """The file of a table's hyper-parameters."""
+    return f"{stem}_opt_args.json"
+
+
+def belongs_to(stem: str, file: str) -> bool:
+    """Whether ``file`` is one that a dump of the table ``stem`` writes, for any number of ranks, or
+    one of the older layouts."""
+    if not file.startswith(stem):
+        return False
+    rest = file[len(stem) :]
+    if rest in ("_keys", "_values", "_scores", "_opt_args.json"):
+        return True
+    return (
+        re.fullmatch(r"_(?:emb|counter|opt)_[a-z0-9_]+\.rank_\d+\.world_size_\d+", rest) is not None
+    )

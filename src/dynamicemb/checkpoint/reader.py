@@ -1,0 +1,218 @@
+"""Reading a checkpoint: its manifest, its checksums, its rows in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from dynamicemb.checkpoint.blocks import BlockReader
+from dynamicemb.checkpoint.files import Directory, ReadFile
+from dynamicemb.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    Shard,
+    TableEntry,
+)
+from dynamicemb.checkpoint.names import opt_args_name
+from dynamicemb.checkpoint.target import CheckpointFiles, naming, read_manifest
+from dynamicemb.errors import CheckpointError, CorruptCheckpointError
+
+#: Bytes of rows that are read at a time.
+BATCH_BYTES = 16 * 2**20
+
+
+class NoCheckpointError(CheckpointError):
+    """The folder has no manifest; it may hold a checkpoint of an older layout."""
+
+
+@dataclass
+class StoredRows:
+    """Rows as files hold them: ids int64 [n], embeddings [n, dim] in the file's dtype, state
+    float32 [n, state_dim] and score words int64 [n] or [n, 2], each ``None`` if not asked for or
+    not saved. ``scores.from_file`` gives a table's scores."""
+
+    ids: torch.Tensor
+    embeddings: torch.Tensor | None
+    state: torch.Tensor | None
+    scores: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class CheckpointReader:
+    """A committed checkpoint, open for reading. Use as a context manager.
+
+    ``manifest`` has been checked when the object exists; the tables' files have not: call
+    :meth:`verify` before using what they hold. :meth:`rows` checks each block again as it reads.
+    """
+
+    def __init__(self, folder: Directory, manifest: Manifest) -> None:
+        self.path = folder.name
+        self.manifest = manifest
+        self._folder = folder
+        self._files = CheckpointFiles(folder, manifest.id)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> CheckpointReader:
+        """The checkpoint in the folder ``path``. Raises ``CheckpointError`` if there is none, and
+        ``CorruptCheckpointError`` if its manifest is not as it was written."""
+        path = os.fspath(path)
+        try:
+            with naming("reading", path):
+                folder = Directory.open(path)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+                raise CheckpointError(f"path is {path!r}; allowed: a folder that exists") from error
+            raise
+        try:
+            with naming("reading", path):
+                manifest = read_manifest(folder)
+            if manifest is None:
+                raise NoCheckpointError(f"there is no committed checkpoint in {path!r}")
+            return cls(folder, manifest)
+        except BaseException:
+            folder.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._files.close()
+        self._folder.close()
+
+    # ---- what there is ----
+
+    def table(self, collection: str, name: str) -> TableEntry:
+        """The entry of a table; one that is not there is a ``CheckpointError``."""
+        if not self.has(collection, name):
+            raise CheckpointError(f"the checkpoint has no table {name!r} in {collection!r}")
+        return self.manifest.collections[collection].tables[name]
+
+    def has(self, collection: str, name: str) -> bool:
+        """Whether a table is in the checkpoint."""
+        found = self.manifest.collections.get(collection)
+        return found is not None and name in found.tables
+
+    def open_file(self, collection: str, table: TableEntry, shard: Shard, role: str) -> ReadFile:
+        """The file of one role of a shard, as bytes; its length is as the manifest says."""
+        return self._open(collection, table.file(shard, role), shard.files[role])
+
+    def _open(self, collection: str, name: str, entry: FileEntry) -> ReadFile:
+        file = self._files.open(self.manifest.collections[collection].folder, name)
+        if file.size != entry.bytes:
+            file.close()
+            raise CorruptCheckpointError(
+                f"{file.name} has {file.size} bytes; the manifest says {entry.bytes}"
+            )
+        return file
+
+    # ---- checking ----
+
+    def verify(
+        self,
+        tables: Iterable[tuple[str, str]] | None = None,
+        *,
+        shards: Sequence[int] | None = None,
+        advance: Callable[[int], object] | None = None,
+    ) -> None:
+        """Read the files of ``tables`` (collection, name; ``None``: all) and of the given shards
+        (``None``: all) and compare length and checksums. Raises ``CorruptCheckpointError``.
+        ``advance`` is called with the bytes of each file."""
+        for collection, name in self.all_tables() if tables is None else tables:
+            table = self.table(collection, name)
+            if table.opt_args is not None:
+                self._verify(collection, opt_args_name(table.stem), table.opt_args, advance)
+            for shard in table.shards:
+                if shards is not None and shard.rank not in shards:
+                    continue
+                for role, entry in shard.files.items():
+                    self._verify(collection, table.file(shard, role), entry, advance)
+
+    def _verify(
+        self,
+        collection: str,
+        name: str,
+        entry: FileEntry,
+        advance: Callable[[int], object] | None,
+    ) -> None:
+        with naming("reading", self.path), self._open(collection, name, entry) as file:
+            size = BlockReader(file, entry, self.manifest.block_bytes).verify()
+        if advance is not None:
+            advance(size)
+
+    def all_tables(self) -> list[tuple[str, str]]:
+        """(collection, name) of every table."""
+        return [
+            (path, name) for path, one in self.manifest.collections.items() for name in one.tables
+        ]
+
+    # ---- rows ----
+
+    def rows(
+        self,
+        collection: str,
+        table: TableEntry,
+        shard: Shard,
+        *,
+        values: bool = True,
+        state: bool = False,
+        scores: bool = True,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> Iterator[StoredRows]:
+        """The rows of a shard in the order of its files, a bounded number at a time."""
+        roles = ["keys"]
+        roles += ["values"] if values else []
+        roles += ["scores"] if scores and table.scores else []
+        roles += ["opt_values"] if state and table.state else []
+        width = sum(table.row_bytes(role) for role in roles)
+        step = max(1, batch_bytes // width)
+        state_dim = table.optimizer.state_dim(table.dim)
+        readers: dict[str, BlockReader] = {}
+        try:
+            with naming("reading", self.path):
+                for role in roles:
+                    file = self.open_file(collection, table, shard, role)
+                    readers[role] = BlockReader(file, shard.files[role], self.manifest.block_bytes)
+                for begin in range(0, shard.rows, step):
+                    n = min(step, shard.rows - begin)
+                    words = (n,) if table.score_words == 1 else (n, table.score_words)
+                    yield StoredRows(
+                        readers["keys"].read((n,), torch.int64),
+                        readers["values"].read((n, table.dim), table.value_dtype)
+                        if "values" in readers
+                        else None,
+                        readers["opt_values"].read((n, state_dim), torch.float32)
+                        if "opt_values" in readers
+                        else None,
+                        readers["scores"].read(words, torch.int64) if "scores" in readers else None,
+                    )
+        finally:
+            for reader in readers.values():
+                reader.close()
+
+    def counter(
+        self, collection: str, table: TableEntry, shard: Shard
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, counts), both int64 [n], of the shard's admission counter; empty if not saved."""
+        count = shard.counter_rows or 0
+        found = []
+        for role in ("counter_keys", "counter_frequencies"):
+            if shard.counter_rows is None:
+                found.append(torch.empty(0, dtype=torch.int64))
+                continue
+            with (
+                naming("reading", self.path),
+                self.open_file(collection, table, shard, role) as file,
+            ):
+                reader = BlockReader(file, shard.files[role], self.manifest.block_bytes)
+                found.append(reader.read((count,), torch.int64))
+        return found[0], found[1]
