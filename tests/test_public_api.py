@@ -20,6 +20,7 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     KVCounter,
     OptimizerArgs,
+    exchange,
     incremental_dump,
 )
 from dynamicemb.table import Table, TableStats, create_table
@@ -312,6 +313,30 @@ def test_incremental_dump() -> None:
     assert defaults(incremental_dump.get_score) == {"model": ""}
     assert defaults(incremental_dump.set_score) == {"model": "", "table_score": ""}
     assert defaults(incremental_dump.track_removals) == {"model": "", "limit": "None"}
+
+
+def test_exchange() -> None:
+    assert set(exchange.__all__) == {"Imported", "export_table", "import_rows", "import_table"}
+    assert list(defaults(exchange.export_table)) == [
+        "source",
+        "path",
+        "table_name",
+        "format",
+        "state",
+        "scores",
+        "batch_size",
+    ]
+    assert list(defaults(exchange.import_table)) == [
+        "target",
+        "path",
+        "table_name",
+        "format",
+        "names",
+        "state",
+        "scores",
+        "batch_size",
+    ]
+    assert list(defaults(exchange.import_rows)) == ["target", "ids", "embeddings", "table_name"]
 
 
 @pytest.mark.parametrize(
