@@ -339,11 +339,31 @@ def test_exchange() -> None:
     assert list(defaults(exchange.import_rows)) == ["target", "ids", "embeddings", "table_name"]
 
 
+def test_dump_and_load() -> None:
+    given = {"path": "", "model": "", "table_names": "None", "optim": "False", "pg": "None"}
+    dumping = {"counter": "False", "allow_overwrite": "False", "scores": "True", "compact": "False"}
+    assert defaults(dynamicemb.DynamicEmbDump) == given | dumping | {"progress": "None"}
+    assert defaults(dynamicemb.dump_async) == given | dumping
+    assert defaults(dynamicemb.DynamicEmbLoad) == given | {
+        "counter": "False",
+        "scores": "True",
+        "clear": "False",
+        "progress": "None",
+    }
+    assert fields(dynamicemb.TableLoad) == ["rows", "did_not_fit", "optimizer_state", "counter"]
+    assert fields(dynamicemb.LoadReport) == ["tables", "missing"]
+
+
 @pytest.mark.parametrize(
     ("module", "names"),
     [
         ("dynamicemb_config", ["DynamicEmbTableOptions", "DynamicEmbScoreStrategy"]),
         ("batched_dynamicemb_tables", ["BatchedDynamicEmbeddingTables"]),
+        (
+            "batched_dynamicemb_tables",
+            ["encode_checkpoint_file_path", "encode_meta_json_file_path"],
+        ),
+        ("dump_load", ["DynamicEmbDump", "DynamicEmbLoad", "get_dynamic_emb_module"]),
         ("optimizer", ["EmbOptimType", "OptimizerArgs"]),
         ("types", ["AdmissionStrategy", "Counter", "DynamicEmbDataType"]),
         ("embedding_admission", ["FrequencyAdmissionStrategy", "KVCounter"]),

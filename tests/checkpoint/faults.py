@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,4 +54,18 @@ class ShortWrites(System):
         if operation == "write":
             descriptor, data = args
             return os.write(descriptor, data[: self.limit])
+        return super().run(operation, call, *args, **kwargs)
+
+
+class KillingSystem(System):
+    """Kills the process at its `nth` operation, as a power cut would."""
+
+    def __init__(self, nth: int | None) -> None:
+        self.nth = nth
+        self.count = 0
+
+    def run(self, operation: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count == self.nth:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().run(operation, call, *args, **kwargs)

@@ -91,7 +91,8 @@ def DynamicEmbLoad(
 
     Raises, on every rank and with the tables as they were: ``CheckpointError`` (no checkpoint
     there), ``CorruptCheckpointError`` (not as it was written), ``InvalidArgumentError`` (it does
-    not fit the model: other dim, other score strategy, unknown names).
+    not fit the model: other dim, other score strategy, unknown names). Should a file fail only
+    after it was verified, tables that were empty are empty again, others have a part of the rows.
     """
     wishes = _Wishes(
         optim=check_bool("optim", optim),
@@ -315,8 +316,14 @@ class _Loading:
     def load(self) -> LoadReport:
         """Insert the rows, and let counters and steps go on where the dump was."""
         total = sum(plan.read_bytes() for plan in self._plans)
-        with ProgressBar("load", total, shown=self._shown) as bar:
-            lost = self._ranks.together(lambda: [self._load(plan, bar) for plan in self._plans])
+        empty = [plan.table for plan in self._plans if len(plan.table) == 0 or self._wishes.clear]
+        try:
+            with ProgressBar("load", total, shown=self._shown) as bar:
+                lost = self._ranks.together(lambda: [self._load(plan, bar) for plan in self._plans])
+        except BaseException:  # a file that was good when it was verified, and is not now
+            for table in empty:
+                table.clear()
+            raise
         tables: dict[str, dict[str, TableLoad]] = {}
         for number, plan in enumerate(self._plans):
             tables.setdefault(plan.chosen.collection, {})[plan.entry.name] = TableLoad(

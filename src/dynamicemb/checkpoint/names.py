@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable
+
+from dynamicemb.errors import check_choice
 
 #: Bytes of an escaped name at most; the rest of a file name needs up to 70 of the usual 255.
 _LONGEST = 150
@@ -74,3 +77,25 @@ def belongs_to(stem: str, file: str) -> bool:
     return (
         re.fullmatch(r"_(?:emb|counter|opt)_[a-z0-9_]+\.rank_\d+\.world_size_\d+", rest) is not None
     )
+
+
+def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
+    """The file of a table's hyper-parameters in the folder of its collection."""
+    return os.path.join(root_path, opt_args_name(escape(table_name)))
+
+
+def encode_checkpoint_file_path(
+    root_path: str, table_name: str, rank: int, world_size: int, item: str
+) -> str:
+    """A rank's file of "keys", "values", "scores" or "opt_values"."""
+    check_choice("item", item, ("keys", "values", "scores", "opt_values"))
+    return os.path.join(root_path, file_name(escape(table_name), item, rank, world_size))
+
+
+def encode_counter_checkpoint_file_path(
+    root_path: str, table_name: str, rank: int, world_size: int, item: str
+) -> str:
+    """A rank's file of the "keys" or "frequencies" of an admission counter."""
+    check_choice("item", item, ("keys", "frequencies"))
+    name = file_name(escape(table_name), f"counter_{item}", rank, world_size)
+    return os.path.join(root_path, name)

@@ -43,15 +43,19 @@ def find_collections(model: nn.Module) -> Collections:
     lead to it, joined by dots; wrappers (``DistributedModelParallel``, ``DistributedDataParallel``,
     a compiled model, ...) add nothing. A module that is reached twice has its first path.
     """
-    if not isinstance(model, nn.Module):
-        raise wrong_type("model", model, "a torch.nn.Module")
     found: Collections = {}
-    seen: set[int] = set()
-    for path, module in _walk(model, "model", seen):
+    for path, module in walk_collections(model):
         modules = [one for one in module.modules() if isinstance(one, DynamicModule)]
         if modules:
             found[path] = modules
     return found
+
+
+def walk_collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, collection) of :func:`find_collections`; a collection may have no dynamic module."""
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", model, "a torch.nn.Module")
+    return _walk(model, "model", set())
 
 
 def tables_of(modules: Sequence[DynamicModule]) -> dict[str, tuple[DynamicModule, Table]]:
