@@ -72,9 +72,9 @@ class CheckpointReader:
         try:
             with naming("reading", path):
                 manifest = read_manifest(folder)
-            if manifest is None:
-                raise NoCheckpointError(f"there is no committed checkpoint in {path!r}")
-            return cls(folder, manifest)
+                if manifest is None:
+                    raise NoCheckpointError(f"there is no committed checkpoint in {path!r}")
+                return cls(folder, manifest)
         except BaseException:
             folder.close()
             raise
