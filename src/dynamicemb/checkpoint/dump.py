@@ -130,21 +130,17 @@ def dump_async(
     if ranks.size > 1:
         ranks = Ranks(background_group(pg))
     sources = [_staged(_source(where, module, table, flags)) for where, module, table in chosen]
-    future = _background.submit(
-        write_checkpoint,
-        target,
-        sources,
-        ranks,
-        allow_overwrite=allow_overwrite,
-        progress=False,
-    )
-    future.add_done_callback(_log_failure)
-    return DumpHandle(target, future)
+    return DumpHandle(target, _background.submit(_write, target, sources, ranks, allow_overwrite))
 
 
-def _log_failure(future: Future[str]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        logger.error("a dump in the background failed: %s", future.exception())
+def _write(path: str, sources: list[TableSource], ranks: Ranks, allow_overwrite: bool) -> str:
+    try:
+        return write_checkpoint(
+            path, sources, ranks, allow_overwrite=allow_overwrite, progress=False
+        )
+    except BaseException as error:  # it is raised by wait(), if somebody calls that
+        logger.error("a dump in the background failed: %s", error)
+        raise
 
 
 class _Flags:

@@ -33,14 +33,15 @@ class Filler:
         """Insert whole rows, on the table's device. ``scored``: they have scores of their own;
         else they get those of a training batch."""
         written, evicted = self._insert(rows, scored)
-        failed = ~written
-        count = int(failed.sum()) + (0 if evicted is None else len(evicted))
-        if count == 0:
+        if bool(written.all()) and (evicted is None or len(evicted) == 0):
             return
-        self.lost += count
+        gone = _last_of_each(_some(rows, ~written))
+        if evicted is not None:
+            gone = _joined(evicted, gone)
+        self.lost += len(gone)
         keeps_all = self._table.options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
         if scored and not keeps_all:
-            self._prefer_high_scores(rows, written, evicted)
+            self._prefer_high_scores(_some(rows, written), gone)
 
     def _insert(self, rows: Rows, scored: bool) -> tuple[torch.Tensor, Rows | None]:
         try:
@@ -55,18 +56,15 @@ class Filler:
             return self._table.contains(rows.ids), error.evicted
         return result.written, result.evicted
 
-    def _prefer_high_scores(self, rows: Rows, written: torch.Tensor, evicted: Rows | None) -> None:
-        """Of the rows that this batch brought into full buckets and those that went for them, let
-        the highest scores have the places.
+    def _prefer_high_scores(self, rows: Rows, gone: Rows) -> None:
+        """Of the rows that a batch wrote and those that are gone because of it, evicted or failed,
+        let the highest scores have the places.
 
         It is enough to look at these: what the batch did not touch and did not evict is not below
         what it evicted, and where a row failed, nothing untouched is left in the bucket.
         """
         table = self._table
-        gone = _some(rows, ~written)
-        if evicted is not None:
-            gone = _joined(evicted, gone)
-        touched = torch.isin(table.bucket_of(rows.ids), table.bucket_of(gone.ids)) & written
+        touched = torch.isin(table.bucket_of(rows.ids), table.bucket_of(gone.ids))
         here = _last_of_each(_some(rows, touched))
         both = _joined(here, gone)
         inside = torch.arange(len(both), device=both.ids.device) < len(here)

@@ -161,11 +161,16 @@ class _Plan:
             return rows
         return rows // self.routing.world_size
 
-    def read_bytes(self) -> int:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that are read for a row."""
         roles = ["keys", "values"]
         roles += ["scores"] if self.scores else []
         roles += ["opt_values"] if self.state else []
-        return sum(shard.files[role].bytes for shard in self.shards for role in roles)
+        return sum(self.entry.row_bytes(role) for role in roles)
+
+    def read_bytes(self) -> int:
+        return self.row_bytes * sum(shard.rows for shard in self.shards)
 
 
 class _Loading:
@@ -355,9 +360,9 @@ class _Loading:
         now = table.get_score() if uses_clock(table.options.score_strategy) else 0
         filler = Filler(table)
         for shard, stored in read_ahead(lambda: self._stored(plan)):
-            rows = _to_table(plan, shard, stored, now)
+            rows = _to_table(plan, shard, _owned(plan, stored), now)
             filler.put(rows, scored=plan.scores)
-            bar.add(plan.read_bytes() * len(stored) // max(1, plan.entry.rows))
+            bar.add(plan.row_bytes * len(stored))
         if plan.counter:
             self._load_counter(plan)
         _restore_progress(plan)
@@ -368,7 +373,7 @@ class _Loading:
             for stored in self.reader.rows(
                 plan.chosen.collection, plan.entry, shard, state=plan.state, scores=plan.scores
             ):
-                yield shard, _owned(plan, stored)
+                yield shard, stored
 
     def _load_counter(self, plan: _Plan) -> None:
         ids, counts = [], []
