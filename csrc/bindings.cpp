@@ -12,6 +12,7 @@
 #include <shared_mutex>
 
 #include "checksum.h"
+#include "dedup.h"
 #include "group.h"
 
 namespace nb = nanobind;
@@ -462,6 +463,15 @@ NB_MODULE(_engine, m) {
         return xxh64(at<void>(data), size);
       },
       "data"_a, "size"_a, "XXH64 with seed 0 of bytes in memory.");
+  m.def(
+      "distinct_ids",
+      [](Address ids, size_t count, Address distinct, Address places, Address counts) {
+        nb::gil_scoped_release release;
+        return distinct_ids(at<uint64_t>(ids), count, at<uint64_t>(distinct), at<int64_t>(places),
+                            at<int64_t>(counts));
+      },
+      "ids"_a, "count"_a, "distinct"_a, "places"_a, "counts"_a,
+      "The distinct ids in order of first occurrence, every id's place among them, and counts.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
   bind_changes(m);

@@ -67,6 +67,8 @@ NAMES = {
     "data_type_to_dtype",
     "data_type_to_dyn_emb",
     "dyn_emb_to_torch",
+    "get_sharded_table_capacity",
+    "get_table_value_bytes",
     "string_to_evict_strategy",
     "torch_to_dyn_emb",
 }

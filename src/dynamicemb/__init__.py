@@ -7,6 +7,7 @@ from dynamicemb.admission import (
     KVCounter,
     ProbabilityAdmissionStrategy,
 )
+from dynamicemb.capacity import get_sharded_table_capacity, get_table_value_bytes
 from dynamicemb.checkpoint import (
     DumpHandle,
     DynamicEmbDump,
@@ -101,6 +102,8 @@ __all__ = [
     "data_type_to_dyn_emb",
     "dump_async",
     "dyn_emb_to_torch",
+    "get_sharded_table_capacity",
+    "get_table_value_bytes",
     "string_to_evict_strategy",
     "torch_to_dyn_emb",
 ]

@@ -9,6 +9,11 @@ def valid_offsets(address: int, count: int, total: int) -> bool:
 def xxh64(data: int, size: int) -> int:
     """XXH64 with seed 0 of bytes in memory."""
 
+def distinct_ids(ids: int, count: int, distinct: int, places: int, counts: int) -> int:
+    """
+    The distinct ids in order of first occurrence, every id's place among them, and counts.
+    """
+
 def instruction_set() -> str: ...
 
 class Initializer:

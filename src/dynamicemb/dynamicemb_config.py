@@ -1,5 +1,6 @@
 """Import path kept for existing code; see :mod:`dynamicemb.options`."""
 
+from dynamicemb.capacity import get_constraint_capacity
 from dynamicemb.options import (
     BATCH_SIZE_PER_DUMP,
     BUCKET_ALIGNMENT,
@@ -73,6 +74,7 @@ __all__ = [
     "data_type_to_dyn_emb",
     "dtype_to_bytes",
     "dyn_emb_to_torch",
+    "get_constraint_capacity",
     "get_evict_strategy",
     "get_eviction_score_strategy",
     "get_physical_score_order",

@@ -78,6 +78,11 @@ def wrong_value(name: str, value: object, allowed: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{name} is {value!r}; allowed: {allowed}")
 
 
+def missing_package(user: str, package: str, extra: str) -> ImportError:
+    """The error for an optional package that is not installed."""
+    return ImportError(f"{user} needs {package}: pip install 'dynamicemb[{extra}]'", name=package)
+
+
 def check_bool(name: str, value: object) -> bool:
     """``value`` if it is a ``bool``."""
     if not isinstance(value, bool):

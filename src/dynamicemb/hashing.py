@@ -23,3 +23,17 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     x.bitwise_xor_((x >> 33).bitwise_and_(low_31))
     x.mul_(_MIX_2)
     return x.bitwise_xor_((x >> 33).bitwise_and_(low_31))
+
+
+_UNMIX_1 = signed(pow(0xFF51AFD7ED558CCD, -1, 2**64))
+_UNMIX_2 = signed(pow(0xC4CEB9FE1A85EC53, -1, 2**64))
+
+
+def unmix(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`mix`."""
+    low_31 = 2**31 - 1
+    x = x ^ (x >> 33).bitwise_and_(low_31)
+    x.mul_(_UNMIX_2)
+    x.bitwise_xor_((x >> 33).bitwise_and_(low_31))
+    x.mul_(_UNMIX_1)
+    return x.bitwise_xor_((x >> 33).bitwise_and_(low_31))

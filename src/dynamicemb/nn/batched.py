@@ -49,7 +49,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
             keywords (``learning_rate``, ``eps``, ``beta1``, ``weight_decay``, ...).
         separate_step: backward only keeps gradients; :meth:`step`, or a ``torch.optim`` optimizer
             over ``parameters()``, updates the rows with their sum.
-        seed: of new rows; default: drawn from torch's generator.
+        seed: of new rows; default: drawn from torch's generator. A list has one for each table.
 
     Accepted so that existing code runs, without effect: ``use_index_dedup`` (lookups always dedup),
     ``prefetch_pipeline``, ``enforce_hbm``, ``bounds_check_mode`` (every id is in bounds).
@@ -70,7 +70,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         optimizer: Any = EmbOptimType.SGD,
         *,
         separate_step: bool = False,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         **optimizer_args: Any,
     ) -> None:
         options = _checked_options(table_options)
@@ -84,19 +84,16 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
             )
         output_dtype = check_output_dtype(output_dtype)
         args = _optimizer_args(optimizer_args)
-        if seed is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
+        seeds = _checked_seeds(seed, len(options))
         tables = [
             create_table(
                 one,
                 optimizer=Optimizer.from_emb_optim_type(optimizer, args),
                 name=name,
-                # Apart from each other: equal ids of two tables must not start equal.
-                seed=(seed + t * 0x9E3779B97F4A7C15) % 2**64,
+                seed=one_seed,
                 device="cpu" if device is None else device,
             )
-            for t, (one, name) in enumerate(zip(options, names, strict=True))
+            for one, name, one_seed in zip(options, names, seeds, strict=True)
         ]
         super().__init__(tables, features, output_dtype=output_dtype, fused=not separate_step)
         self.pooling_mode = mode
@@ -289,6 +286,18 @@ def _checked_names(table_names: Any, count: int) -> list[str]:
     if len(set(names)) != count:
         raise wrong_value("table_names", names, "different names")
     return names
+
+
+def _checked_seeds(seed: Any, count: int) -> list[int]:
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != count:
+            raise wrong_value("len(seed)", len(seed), f"{count}, as many as table_options")
+        return [check_integer("seed", one, minimum=-(2**63), maximum=2**64 - 1) for one in seed]
+    if seed is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
+    # Apart from each other: equal ids of two tables must not start equal.
+    return [(seed + t * 0x9E3779B97F4A7C15) % 2**64 for t in range(count)]
 
 
 def _features_per_table(feature_table_map: Any, count: int) -> list[int]:

@@ -45,7 +45,9 @@ def find_collections(model: nn.Module) -> Collections:
     """
     found: Collections = {}
     for path, module in walk_collections(model):
-        modules = [one for one in module.modules() if isinstance(one, DynamicModule)]
+        # A sharded collection keeps its modules out of the module tree, and lists them itself.
+        listed = getattr(module, "dynamic_modules", None)
+        modules = listed() if listed else _dynamic(module)
         if modules:
             found[path] = modules
     return found
@@ -56,6 +58,10 @@ def walk_collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not isinstance(model, nn.Module):
         raise wrong_type("model", model, "a torch.nn.Module")
     return _walk(model, "model", set())
+
+
+def _dynamic(module: nn.Module) -> list[DynamicModule]:
+    return [one for one in module.modules() if isinstance(one, DynamicModule)]
 
 
 def tables_of(modules: Sequence[DynamicModule]) -> dict[str, tuple[DynamicModule, Table]]:

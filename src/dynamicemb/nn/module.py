@@ -171,6 +171,11 @@ class DynamicModule(nn.Module, ABC):
         self._prefetched.popleft()
         return lookup
 
+    @property
+    def prefetched(self) -> int:
+        """Batches that were prefetched and wait for their forward."""
+        return len(self._prefetched)
+
     def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
         """One training batch on the tables; the rows of prefetched batches stay."""
         for table in self.tables:

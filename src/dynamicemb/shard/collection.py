@@ -1,0 +1,99 @@
+"""What our sharded collections share: tables beside TorchRec's own, found, switched and loaded."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dynamicemb.nn.module import DynamicModule
+from dynamicemb.optimizers import EmbOptimType
+from dynamicemb.shard.tables import is_dynamic_info
+
+Infos = dict[str, list[EmbeddingShardingInfo]]
+
+
+def separate(infos: Infos) -> Infos:
+    """Dynamic tables under keys of their own, one for each ``dist_type``, so that TorchRec's
+    row-wise tables and ours are sharded side by side."""
+    separated: Infos = {}
+    for sharding_type, tables in infos.items():
+        for info in tables:
+            key = sharding_type
+            if is_dynamic_info(info):
+                key = f"dynamic_{sharding_type}_{info.param_sharding.dist_type}"
+                _keep_momentum(info)
+            separated.setdefault(key, []).append(info)
+    return separated
+
+
+def _keep_momentum(info: EmbeddingShardingInfo) -> None:
+    """``torch.optim.SGD`` with momentum, applied in backward: TorchRec's name for it drops it."""
+    classes = getattr(info.param, "_optimizer_classes", [])
+    if torch.optim.SGD in classes and info.fused_params.get("momentum"):
+        info.fused_params["optimizer"] = EmbOptimType.MOMENTUM_SGD
+
+
+def with_signed_ids(features: Any) -> Any:
+    """uint64 ids by their bits: TorchRec's operators take none."""
+    if isinstance(features, KeyedJaggedTensor) and features.values().dtype is torch.uint64:
+        variable = features.variable_stride_per_key()
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values().view(torch.int64),
+            weights=features.weights_or_none(),
+            lengths=features.lengths(),
+            stride=None if variable else features.stride(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+    return features
+
+
+class DynamicCollection(nn.Module):
+    """A mixin for TorchRec's sharded collections."""
+
+    is_dynamic_collection = True
+
+    #: The name under which the collection keeps a table's parameter.
+    _weight_name: str
+    _constructed = False
+
+    def dynamic_modules(self) -> list[DynamicModule]:
+        """The dynamic tables on this rank. They are no children, as TorchRec's are not."""
+        found: list[DynamicModule] = []
+        for lookup in getattr(self, "_lookups", ()):
+            inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            found.extend(one for one in inner.modules() if isinstance(one, DynamicModule))
+        return found
+
+    def train(self, mode: bool = True) -> DynamicCollection:
+        super().train(mode)
+        for module in self.dynamic_modules():
+            module.train(mode)
+        return self
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: Any, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        torchrec: Any = super()
+        torchrec._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+        for module in self.dynamic_modules():
+            for table in module.tables:
+                key = prefix + self._weight_name.format(table.name)
+                if key not in state_dict or len(state_dict[key]) == 0:
+                    continue
+                if self._constructed:
+                    warnings.warn(
+                        f"{key} has rows; table {table.name!r} is dynamic and does not take them. "
+                        "Use DynamicEmbLoad, or insert them into the table",
+                        UserWarning,
+                        stacklevel=2,
+                    )
+                state_dict[key] = torch.empty(0, table.dim, dtype=table.dtype)
