@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
         for process in processes:
             process.start()
         try:
-            answers = dict(results.get(timeout=TIMEOUT_S) for _ in processes)
+            answers = dict(pickle.loads(results.get(timeout=TIMEOUT_S)) for _ in processes)
         finally:
             for process in processes:
                 process.join(30)
@@ -54,4 +55,4 @@ def _rank(
         dist.destroy_process_group()
     except BaseException:
         answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
-    results.put((rank, answer))
+    results.put(pickle.dumps((rank, answer)))  # as bytes: torch would share the memory

@@ -22,6 +22,7 @@ from dynamicemb import (
     OptimizerArgs,
     exchange,
     incremental_dump,
+    serving,
 )
 from dynamicemb.table import Table, TableStats, create_table
 
@@ -300,6 +301,9 @@ def test_table_methods() -> None:
 
 def test_incremental_dump() -> None:
     assert set(incremental_dump.__all__) == {
+        "Delta",
+        "apply_delta",
+        "dump_delta",
         "get_score",
         "incremental_dump",
         "is_valid_score_threshold",
@@ -312,9 +316,34 @@ def test_incremental_dump() -> None:
         "pg": "None",
         "removed": "False",
     }
+    assert list(defaults(incremental_dump.dump_delta)) == [
+        "path",
+        "model",
+        "table_names",
+        "optim",
+        "pg",
+        "counter",
+        "compact",
+        "removal_limit",
+        "progress",
+    ]
+    assert list(defaults(incremental_dump.apply_delta)) == ["path", "target", "pg", "progress"]
     assert defaults(incremental_dump.get_score) == {"model": ""}
     assert defaults(incremental_dump.set_score) == {"model": "", "table_score": ""}
     assert defaults(incremental_dump.track_removals) == {"model": "", "limit": "None"}
+
+
+def test_serving() -> None:
+    assert set(serving.__all__) == {"ServingTable", "build_serving_index"}
+    assert defaults(serving.ServingTable) == {
+        "path": "",
+        "table_name": "None",
+        "collection": "None",
+        "rank": "None",
+        "missing": "0.0",
+        "verify": "False",
+        "preload": "False",
+    }
 
 
 def test_exchange() -> None:
@@ -344,6 +373,7 @@ def test_exchange() -> None:
 def test_dump_and_load() -> None:
     given = {"path": "", "model": "", "table_names": "None", "optim": "False", "pg": "None"}
     dumping = {"counter": "False", "allow_overwrite": "False", "scores": "True", "compact": "False"}
+    dumping["serving_index"] = "False"
     assert defaults(dynamicemb.DynamicEmbDump) == given | dumping | {"progress": "None"}
     assert defaults(dynamicemb.dump_async) == given | dumping
     assert defaults(dynamicemb.DynamicEmbLoad) == given | {

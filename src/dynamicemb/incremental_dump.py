@@ -1,5 +1,6 @@
 """Incremental dumps of a model's dynamic tables, and their scores."""
 
+from dynamicemb.checkpoint.delta import Delta, apply_delta, dump_delta
 from dynamicemb.checkpoint.incremental import (
     get_score,
     incremental_dump,
@@ -9,6 +10,9 @@ from dynamicemb.checkpoint.incremental import (
 )
 
 __all__ = [
+    "Delta",
+    "apply_delta",
+    "dump_delta",
     "get_score",
     "incremental_dump",
     "is_valid_score_threshold",

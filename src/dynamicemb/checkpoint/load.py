@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynamicemb.checkpoint.blocks import BlockReader
 from dynamicemb.checkpoint.dump import TableNames, checked_path, routing_of
 from dynamicemb.checkpoint.fill import Filler, read_ahead
+from dynamicemb.checkpoint.index import REMOVED
 from dynamicemb.checkpoint.legacy import Chosen, open_legacy
 from dynamicemb.checkpoint.manifest import Shard, TableEntry
 from dynamicemb.checkpoint.progress import ProgressBar
@@ -94,7 +96,7 @@ def DynamicEmbLoad(
     not fit the model: other dim, other score strategy, unknown names). Should a file fail only
     after it was verified, tables that were empty are empty again, others have a part of the rows.
     """
-    wishes = _Wishes(
+    wishes = Wishes(
         optim=check_bool("optim", optim),
         counter=check_bool("counter", counter),
         scores=check_bool("scores", scores),
@@ -114,7 +116,7 @@ def DynamicEmbLoad(
         for where, tables in select_tables(collections, table_names).items()
         for module, table in tables.values()
     ]
-    loading = _Loading(path, Ranks(pg), wishes, progress)
+    loading = Loading(path, Ranks(pg), wishes, progress)
     try:
         loading.plan(chosen, explicit=table_names is not None)
         loading.verify()
@@ -124,13 +126,16 @@ def DynamicEmbLoad(
 
 
 @dataclass(frozen=True)
-class _Wishes:
-    """What to load."""
+class Wishes:
+    """What to load. ``clock_at_end``: for the base and the deltas of a chain, the clock at the end
+    of it. Their scores stay as they are, so that they agree with each other, unless the table's
+    clock is behind that."""
 
     optim: bool
     counter: bool
     scores: bool
     clear: bool
+    clock_at_end: int | None = None
 
 
 @dataclass(frozen=True)
@@ -173,10 +178,10 @@ class _Plan:
         return self.row_bytes * sum(shard.rows for shard in self.shards)
 
 
-class _Loading:
+class Loading:
     """The three steps of a load, each done by all ranks or by none."""
 
-    def __init__(self, path: str, ranks: Ranks, wishes: _Wishes, progress: bool | None) -> None:
+    def __init__(self, path: str, ranks: Ranks, wishes: Wishes, progress: bool | None) -> None:
         self._path = path
         self._ranks = ranks
         self._wishes = wishes
@@ -202,6 +207,10 @@ class _Loading:
 
         def prepare() -> str:
             self._reader = open_checkpoint(self._path, chosen)
+            if self._wishes.clock_at_end is None and "delta" in self.reader.manifest.extra:
+                raise CheckpointError(
+                    f"{self._path!r} is a delta; allowed: a checkpoint, or apply_delta on the chain"
+                )
             for one in chosen:
                 if self.reader.has(one.collection, one.table.name):
                     self._plans.append(self._plan_of(one))
@@ -358,15 +367,35 @@ class _Loading:
             table.clear()
         table.reserve(max(0, plan.expected_rows() - table.size()))
         now = table.get_score() if uses_clock(table.options.score_strategy) else 0
+        for shard in plan.shards:
+            if REMOVED in shard.files:
+                self._erase(plan, shard)
         filler = Filler(table)
         for shard, stored in read_ahead(lambda: self._stored(plan)):
-            rows = _to_table(plan, shard, _owned(plan, stored), now)
+            rows = _to_table(plan, shard, _owned(plan, stored), self._now_for(shard, now))
             filler.put(rows, scored=plan.scores)
             bar.add(plan.row_bytes * len(stored))
         if plan.counter:
             self._load_counter(plan)
         _restore_progress(plan)
         return filler.lost
+
+    def _now_for(self, shard: Shard, now: int) -> int:
+        """The reading that the shard's clock is to become."""
+        end = self._wishes.clock_at_end
+        if end is None or shard.clock is None:
+            return now
+        return max(0, shard.clock + min(0, now - end))
+
+    def _erase(self, plan: _Plan, shard: Shard) -> None:
+        """Remove the ids that a delta says are gone."""
+        entry = shard.files[REMOVED]
+        with self.reader.open_file(plan.chosen.collection, plan.entry, shard, REMOVED) as file:
+            reader = BlockReader(file, entry, self.reader.manifest.block_bytes)
+            ids = reader.read((entry.bytes // 8,), torch.int64)
+        if not plan.exact and plan.routing is not None:
+            ids = ids[plan.routing.owned(ids)]
+        plan.table.erase(ids.to(plan.table.device))
 
     def _stored(self, plan: _Plan) -> Iterator[tuple[Shard, StoredRows]]:
         for shard in plan.shards:

@@ -1,0 +1,105 @@
+"""The index of a shard: which row an id is, ready to be mapped into memory.
+
+A header of 64 bytes, then 8-byte words: see docs/checkpoint_format.md and csrc/serving.h.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from dynamicemb import _engine
+from dynamicemb.checkpoint.writer import TableSource
+from dynamicemb.errors import CorruptCheckpointError
+from dynamicemb.table.base import Rows
+
+#: Roles of a shard's files beside those of ``names.ROLES``.
+INDEX = "index"
+REMOVED = "removed_keys"
+
+HEADER_BYTES = 64
+_HEADER = struct.Struct("<8sQQQ32s")
+_MAGIC = b"dembidx1"
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """rows, removed: ids the index covers. slots: its words. checkpoint: whose it is, "" where the
+    manifest says so."""
+
+    rows: int
+    removed: int
+    slots: int
+    checkpoint: str
+
+    @property
+    def bytes(self) -> int:
+        return HEADER_BYTES + 8 * self.slots
+
+    def encode(self) -> torch.Tensor:
+        data = _HEADER.pack(
+            _MAGIC, self.rows, self.removed, self.slots, self.checkpoint.encode("ascii")
+        )
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode_header(data: bytes, name: str) -> IndexHeader:
+    """The header of the file ``name``."""
+    if len(data) < HEADER_BYTES:
+        raise CorruptCheckpointError(f"{name} has {len(data)} bytes; needed: {HEADER_BYTES}")
+    magic, rows, removed, slots, checkpoint = _HEADER.unpack(data[:HEADER_BYTES])
+    if magic != _MAGIC:
+        raise CorruptCheckpointError(f"{name} is no index: it begins with {magic!r}")
+    return IndexHeader(rows, removed, slots, checkpoint.rstrip(b"\0").decode("ascii", "replace"))
+
+
+def build_index(ids: torch.Tensor, removed: torch.Tensor, name: str) -> torch.Tensor:
+    """int64 [slots]: the words of an index over ``ids`` and then ``removed``, int64 on the CPU. An
+    id that comes twice is a ``CorruptCheckpointError`` about ``name``."""
+    words = torch.zeros(_engine.index_slots(len(ids) + len(removed)), dtype=torch.int64)
+    shard = _engine.MappedShard(
+        index=0,
+        slots=len(words),
+        ids=ids.data_ptr(),
+        rows=len(ids),
+        removed_ids=removed.data_ptr(),
+        removed=len(removed),
+        values=0,
+    )
+    if not shard.build_index(words.data_ptr()):
+        raise CorruptCheckpointError(f"{name} holds an id twice; allowed: once in each shard")
+    return words
+
+
+def with_index(source: TableSource, removed: torch.Tensor | None = None) -> TableSource:
+    """``source`` that also writes an index and, if given, the ids that were removed (those that it
+    has rows of are left out). Needs about 20 bytes per row of main memory until it is written."""
+    seen: list[torch.Tensor] = []
+
+    def batches() -> Iterator[Rows]:
+        seen.clear()
+        for rows in source.batches():
+            seen.append(rows.ids)
+            yield rows
+
+    def ids() -> torch.Tensor:
+        return torch.cat([torch.empty(0, dtype=torch.int64), *seen])
+
+    def gone() -> torch.Tensor:
+        if removed is None:
+            return torch.empty(0, dtype=torch.int64)
+        return removed[~torch.isin(removed, ids())]
+
+    def index() -> Iterator[torch.Tensor]:
+        rows, left = ids(), gone()
+        words = build_index(rows, left, f"table {source.name!r}")
+        yield IndexHeader(len(rows), len(left), len(words), "").encode()
+        yield words
+
+    extra = dict(source.extra) | {INDEX: index}
+    if removed is not None:
+        extra[REMOVED] = lambda: iter([gone()])
+    return replace(source, batches=batches, extra=extra)

@@ -1,0 +1,251 @@
+"""Read-only tables over the files of a checkpoint, mapped into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+
+from dynamicemb import _engine
+from dynamicemb.checkpoint.chain import ChainLink, is_chain, read_chain
+from dynamicemb.checkpoint.dump import checked_path
+from dynamicemb.checkpoint.mapped import Layer, find_index, write_index
+from dynamicemb.checkpoint.reader import CheckpointReader
+from dynamicemb.checkpoint.target import naming
+from dynamicemb.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    UsageError,
+    check_number,
+    wrong_type,
+    wrong_value,
+)
+from dynamicemb.table.engine import threads
+
+
+class ServingTable:
+    """The rows of one table of a checkpoint, for lookups only.
+
+    The files are mapped, not read: opening takes as long for a large table as for a small one,
+    processes that open the same checkpoint share its pages, and neither optimizer state nor scores
+    come into memory. Lookups from several threads are safe; so is :meth:`apply_delta` beside them.
+    Pickling (for worker processes) opens the files again. Replacing the checkpoint by a new dump
+    leaves an open table as it was; overwriting its files in place is not safe.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        table_name: str | None = None,
+        *,
+        collection: str | None = None,
+        rank: int | None = None,
+        missing: float = 0.0,
+        verify: bool = False,
+        preload: bool = False,
+    ) -> None:
+        """Open a table.
+
+        Args:
+            path: a checkpoint's folder, or that of a chain of :func:`dump_delta`, of which all
+                deltas are applied.
+            table_name, collection: which table; needed where there are several.
+            rank: of a table that is not spread over ranks, whose copy.
+            missing: what an id without a row reads.
+            verify: compare all checksums first. This reads every byte.
+            preload: ask the system to read the files in the background.
+
+        A checkpoint without an index (``DynamicEmbDump(serving_index=True)`` writes one, and
+        :func:`build_serving_index` adds one) works too, but its index is made in this process's
+        memory while opening.
+        """
+        self._settings: dict[str, Any] = {
+            "collection": collection,
+            "rank": rank,
+            "missing": check_number("missing", missing),
+            "verify": verify,
+            "preload": preload,
+        }
+        self._path = checked_path(path)
+        links = read_chain(self._path) if is_chain(self._path) else None
+        base = self._path if links is None else links[0].path
+        with CheckpointReader.open(base) as reader:
+            if reader.manifest.extra.get("delta") is not None:
+                raise CheckpointError(
+                    f"{base!r} is a delta; allowed: a checkpoint, or the folder of the chain"
+                )
+            self._collection, self._name = _find_table(reader, table_name, collection)
+            layer = Layer(reader, self._collection, self._name, self._settings)
+        self._set_layers((layer,), sequence=0)
+        self._base_id = layer.checkpoint
+        if links is not None:
+            self._apply(links)
+
+    def _set_layers(self, layers: tuple[Layer, ...], sequence: int) -> None:
+        """Lookups that run meanwhile finish with the layers they began with."""
+        entry = self._entry = layers[0].entry
+        mapped = _engine.MappedTable(
+            row_bytes=entry.dim * entry.value_dtype.itemsize,
+            layers=[one.mapped for one in reversed(layers)],
+        )
+        self._found_in = (mapped, layers)
+        self._checkpoint_id = layers[-1].checkpoint
+        self._sequence = sequence
+        fill = self._settings["missing"]
+        self._missing = torch.full((entry.dim,), fill, dtype=entry.value_dtype)
+
+    # ---- what it is ----
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self._name
+
+    @property
+    def dim(self) -> int:
+        """Columns of a row."""
+        return self._entry.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the table, and of what lookups return."""
+        return self._entry.dtype
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of the checkpoint, or of the last delta that was applied."""
+        return self._checkpoint_id
+
+    @property
+    def sequence(self) -> int:
+        """How many deltas were applied."""
+        return self._sequence
+
+    def __repr__(self) -> str:
+        return (
+            f"ServingTable({self._path!r}, {self.name!r}, dim={self.dim}, sequence={self.sequence})"
+        )
+
+    # ---- lookups ----
+
+    def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(found bool, embeddings [..., dim]) of ids of any shape, int64 or uint64 on the CPU."""
+        if not isinstance(ids, torch.Tensor):
+            raise wrong_type("ids", ids, "a tensor of int64 or uint64")
+        if ids.dtype not in (torch.int64, torch.uint64):
+            raise wrong_type("ids.dtype", ids.dtype, "torch.int64 or torch.uint64")
+        if ids.device.type != "cpu":
+            raise wrong_value("ids.device", str(ids.device), "'cpu'")
+        flat = ids.contiguous()
+        mapped, layers = self._found_in
+        if not layers:
+            raise UsageError(f"serving table {self._name!r} is closed")
+        found = torch.empty(ids.shape, dtype=torch.bool)
+        rows = torch.empty((*ids.shape, self.dim), dtype=self._entry.value_dtype)
+        mapped.find(
+            flat.data_ptr(),
+            flat.numel(),
+            threads(),
+            self._missing.data_ptr(),
+            found.data_ptr(),
+            rows.data_ptr(),
+        )
+        return found, rows.to(self.dtype)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., dim] of ids of any shape; ids without a row read ``missing``."""
+        return self.find(ids)[1]
+
+    # ---- changes ----
+
+    def apply_delta(self, path: str | os.PathLike[str]) -> int:
+        """Apply the deltas of the chain in the folder ``path`` that are newer than this table;
+        returns how many. Their files are mapped like the base's. Lookups see all of them or none.
+
+        Raises ``CorruptCheckpointError`` or ``CheckpointError``, with the table as it was, if the
+        chain is not this table's, or one is missing, doubled, reordered or damaged.
+        """
+        return self._apply(read_chain(checked_path(path)))
+
+    def _apply(self, links: Sequence[ChainLink]) -> int:
+        if links[0].id != self._base_id:
+            raise CheckpointError(
+                f"the chain begins with checkpoint {links[0].id}; allowed: {self._base_id}, on "
+                f"which serving table {self._name!r} stands"
+            )
+        if len(links) <= self._sequence or links[self._sequence].id != self.checkpoint_id:
+            raise CheckpointError(
+                f"the chain has no delta {self._sequence} of id {self.checkpoint_id}, the last "
+                f"that serving table {self._name!r} applied"
+            )
+        if not self._found_in[1]:
+            raise UsageError(f"serving table {self._name!r} is closed")
+        fresh = []
+        for link in links[self._sequence + 1 :]:
+            with CheckpointReader.open(link.path) as reader:
+                layer = Layer(reader, self._collection, self._name, self._settings)
+            if (layer.entry.dim, layer.entry.value_dtype) != (
+                self.dim,
+                self._entry.value_dtype,
+            ):
+                raise CorruptCheckpointError(f"{link.path} has rows of another width or type")
+            fresh.append(layer)
+        if fresh:
+            self._set_layers((*self._found_in[1], *fresh), self._sequence + len(fresh))
+        return len(fresh)
+
+    def close(self) -> None:
+        """Let the files go; lookups raise from now on."""
+        self._found_in = (self._found_in[0], ())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = self._settings | {"collection": self._collection, "verify": False}
+        return _reopen, (self._path, self._name, settings)
+
+
+def _reopen(path: str, name: str, settings: dict[str, Any]) -> ServingTable:
+    return ServingTable(path, name, **settings)
+
+
+def build_serving_index(path: str | os.PathLike[str]) -> int:
+    """Write the indexes that the tables of a checkpoint do not have yet, beside their files;
+    returns how many. Needs about 20 bytes per row of a shard. A next dump to the folder removes
+    them with the rest."""
+    path = checked_path(path)
+    written = 0
+    with CheckpointReader.open(path) as reader, naming("indexing", path):
+        for collection, name in reader.all_tables():
+            table = reader.table(collection, name)
+            for shard in table.shards:
+                index = find_index(reader, collection, table, shard)
+                if index is not None:
+                    index.close()
+                    continue
+                write_index(reader, collection, table, shard)
+                written += 1
+    return written
+
+
+def _find_table(
+    reader: CheckpointReader, name: str | None, collection: str | None
+) -> tuple[str, str]:
+    found = [
+        (path, table)
+        for path, table in reader.all_tables()
+        if (name is None or table == name)
+        and (collection is None or collection in (path, path.rpartition(".")[2]))
+    ]
+    if len(found) != 1:
+        every = ", ".join(f"{table!r} of {path!r}" for path, table in reader.all_tables())
+        raise wrong_value(
+            "(table_name, collection)", (name, collection), f"what names one table of {every}"
+        )
+    return found[0]
