@@ -8,7 +8,9 @@
 namespace dynamicemb {
 namespace {
 
-constexpr size_t kChunk = 2048;           // occurrences per task
+constexpr size_t kChunk = 2048;       // occurrences per task
+constexpr size_t kFetchedAhead = 64;  // rows to pool that are fetched in one go, before their use
+constexpr uint32_t kFetched = 16;     // gradients of a row that are fetched before its update
 constexpr size_t kStreamBytes = 1 << 24;  // outputs of this size are written past the caches
 constexpr uint32_t kSumBlock = 256;  // occurrences summed in order; blocks are then summed in order
 
@@ -57,13 +59,18 @@ void pool_bags(const Segment& segment, const Pooling& pooling, const RowSource& 
   const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
   const auto last = static_cast<size_t>(offsets[end]);
   const auto pool = kernels().pool;
+  size_t fetched = first;
   for (size_t bag = begin; bag < end; ++bag) {
-    const auto from = static_cast<size_t>(offsets[bag]);
-    const size_t length = static_cast<size_t>(offsets[bag + 1]) - from;
+    const auto from = static_cast<size_t>(offsets[bag]), to = static_cast<size_t>(offsets[bag + 1]);
+    while (fetched < last && fetched < to + kFetchedAhead) {
+      const size_t count = std::min(kFetchedAhead, last - fetched);
+      prefetch_rows(source, rows + (fetched - first), count);
+      fetched += count;
+    }
+    const size_t length = to - from;
     const Bag work{.rows = rows + (from - first),
                    .weights = pooling.weights == nullptr ? nullptr : pooling.weights + from,
                    .length = length,
-                   .readable = last - from,
                    .divisor = pooling.mean && length > 1 ? static_cast<float>(length) : 1.0f};
     pool(source, work, pooling.type,
          element(out, pooling.type, output_of_bag(segment, pooling, bag)));
@@ -129,9 +136,12 @@ class Gradients {
     if (plain() && !pooling_.pooled && clamp == 0) {
       const std::byte* rows = row(segment, segment.id_begin);
       const RowSource source{rows, nullptr, pooling_.stride * sizeof(float), dim, pooling_.type};
+      if (count > kFetched)
+        prefetch_rows(source, occurrences + kFetched, std::min(count, kSumBlock) - kFetched);
       const auto sum_block = [&](uint32_t begin, uint32_t end, float* into) {
-        const Bag bag{occurrences + begin, nullptr, end - begin, count - begin, 1.0f};
-        kernels().pool(source, bag, DataType::kFloat32, into);
+        prefetch_rows(source, occurrences + end, std::min(kSumBlock, count - end));
+        kernels().pool(source, {occurrences + begin, nullptr, end - begin, 1.0f},
+                       DataType::kFloat32, into);
       };
       return sum_blocks(count, dim, sum, scratch, sum_block);
     }
@@ -287,8 +297,7 @@ uint64_t Group::update_range(const Segment& segment, const Gradients& gradients,
   float* scratch = sum + dim;
   float* wide = scratch + dim;
   uint64_t dropped = 0;
-  constexpr size_t kDistance = 16;   // rows between a prefetch and its use
-  constexpr uint32_t kFetched = 16;  // gradients of a row that are fetched so far ahead
+  constexpr size_t kDistance = 16;  // rows between a prefetch and its use
   for (size_t position = begin; position < end; ++position) {
     if (const size_t ahead = position + kDistance; ahead < end) {
       const uint32_t entry = batch.entry_at_[ahead];

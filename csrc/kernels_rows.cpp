@@ -164,28 +164,16 @@ void gather_rows(const RowSource& source, const uint32_t* rows, size_t n, bool s
 }
 
 // Columns [first, first + 16 * kVectors) of a bag.
-template <uint32_t kVectors, class In, class Out>
-inline void pool_block(const RowSource& source, const Bag& bag, uint32_t first, bool fetch,
-                       Out* out) {
+template <uint32_t kVectors, bool kWeighted, class In, class Out>
+inline void pool_block(const RowSource& source, const Bag& bag, uint32_t first, Out* out) {
   Vector sum[kVectors] = {};
-  const size_t bytes = source.dim * sizeof(In);
   for (size_t i = 0; i < bag.length; ++i) {
-    if (fetch && i + kDistance < bag.readable)
-      prefetch_bytes(source.at(bag.rows[i + kDistance]), bytes);
     const In* row = reinterpret_cast<const In*>(source.at(bag.rows[i])) + first;
-    if (bag.weights != nullptr) {
-      const float weight = bag.weights[i];
-      for (uint32_t v = 0; v < kVectors; ++v) {
-        Vector value;
-        load(row + v * kLanes, value);
-        sum[v] += value * weight;
-      }
-    } else {
-      for (uint32_t v = 0; v < kVectors; ++v) {
-        Vector value;
-        load(row + v * kLanes, value);
-        sum[v] += value;
-      }
+    for (uint32_t v = 0; v < kVectors; ++v) {
+      Vector value;
+      load(row + v * kLanes, value);
+      if constexpr (kWeighted) value *= bag.weights[i];
+      sum[v] += value;
     }
   }
   for (uint32_t v = 0; v < kVectors; ++v) {
@@ -194,19 +182,19 @@ inline void pool_block(const RowSource& source, const Bag& bag, uint32_t first, 
   }
 }
 
-template <class In, class Out>
+template <bool kWeighted, class In, class Out>
 void pool_bag(const RowSource& source, const Bag& bag, Out* out) {
   uint32_t column = 0;
-  bool fetch = true;  // the first block fetches whole rows for the others
-  for (; column + 4 * kLanes <= source.dim; column += 4 * kLanes, fetch = false)
-    pool_block<4, In>(source, bag, column, fetch, out);
-  for (; column + kLanes <= source.dim; column += kLanes, fetch = false)
-    pool_block<1, In>(source, bag, column, fetch, out);
+  for (; column + 4 * kLanes <= source.dim; column += 4 * kLanes)
+    pool_block<4, kWeighted, In>(source, bag, column, out);
+  for (; column + kLanes <= source.dim; column += kLanes)
+    pool_block<1, kWeighted, In>(source, bag, column, out);
   for (; column < source.dim; ++column) {
     float sum = 0;
     for (size_t i = 0; i < bag.length; ++i) {
-      const float value = to_float(reinterpret_cast<const In*>(source.at(bag.rows[i]))[column]);
-      sum += bag.weights != nullptr ? value * bag.weights[i] : value;
+      float value = to_float(reinterpret_cast<const In*>(source.at(bag.rows[i]))[column]);
+      if constexpr (kWeighted) value *= bag.weights[i];
+      sum += value;
     }
     if (bag.divisor != 1) sum /= bag.divisor;
     from_float(sum, out[column]);
@@ -313,7 +301,13 @@ void gather(const RowSource& source, const uint32_t* rows, size_t n, bool stream
 void pool(const RowSource& source, const Bag& bag, DataType out_type, void* out) {
   with_type(source.type, [&](auto* in) {
     with_type(out_type, [&](auto* to) {
-      pool_bag<std::remove_pointer_t<decltype(in)>>(source, bag, static_cast<decltype(to)>(out));
+      using In = std::remove_pointer_t<decltype(in)>;
+      auto* into = static_cast<decltype(to)>(out);
+      if (bag.weights != nullptr) {
+        pool_bag<true, In>(source, bag, into);
+      } else {
+        pool_bag<false, In>(source, bag, into);
+      }
     });
   });
 }

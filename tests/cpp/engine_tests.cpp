@@ -205,7 +205,8 @@ Rows lookup(const Table& table, const Ids& ids, int threads = 1) {
 Rows dump(const Table& table, uint64_t threshold = 0, size_t limit = 1000) {
   std::vector<uint32_t> all, some(limit);
   uint64_t cursor = 0;
-  while (const size_t count = table.export_rows(cursor, limit, {.threshold = threshold}, some.data()))
+  while (const size_t count =
+             table.export_rows(cursor, limit, {.threshold = threshold}, some.data()))
     all.insert(all.end(), some.begin(), some.begin() + static_cast<std::ptrdiff_t>(count));
   return read_slots(table, all);
 }
@@ -834,20 +835,28 @@ Recording record_rows(const Kernels& k) {
       const size_t stride = dim * bytes_of(in);
       const RowSource source{from.data(), from.data() + kRows * stride, stride, dim, in};
       for (DataType out_type : kTypes) {
-        const size_t out_stride = dim + 1;
-        Bytes out(((kRows - 1) * out_stride + dim) * bytes_of(out_type));
-        for (size_t n : {size_t{0}, size_t{1}, kRows})
-          k.gather(source, rows.data(), n, out_type, out.data(), out_stride);
-        append(log["gather"], out);
+        for (const size_t out_stride : {size_t{dim}, size_t{dim} + 1}) {
+          const size_t bytes = ((kRows - 1) * out_stride + dim) * bytes_of(out_type);
+          Bytes room(bytes + 64), plain;
+          std::byte* out = room.data();
+          while (reinterpret_cast<uintptr_t>(out) % 64 != 0) ++out;  // where whole lines can stream
+          for (const bool stream : {false, true}) {
+            std::fill_n(out, bytes, std::byte{0});
+            for (size_t n : {size_t{0}, size_t{1}, kRows})
+              k.gather(source, rows.data(), n, stream, out_type, out, out_stride);
+            Bytes gathered(out, out + bytes);
+            if (stream) CHECK(gathered == plain);
+            plain = std::move(gathered);
+          }
+          append(log["gather"], plain);
+        }
         Bytes pooled(dim * bytes_of(out_type));
         for (size_t length : {size_t{0}, size_t{1}, size_t{2}, size_t{19}, kRows})
           for (const float* weight : {static_cast<const float*>(nullptr), weights.data()})
-            for (float divisor : {1.0f, 3.0f})
-              for (size_t readable : {length, kRows}) {
-                k.pool(source, {rows.data(), weight, length, readable, divisor}, out_type,
-                       pooled.data());
-                append(log["pool"], pooled);
-              }
+            for (float divisor : {1.0f, 3.0f}) {
+              k.pool(source, {rows.data(), weight, length, divisor}, out_type, pooled.data());
+              append(log["pool"], pooled);
+            }
       }
       const Bytes narrowed = narrow(in, gradient);
       Floats sum = other;
