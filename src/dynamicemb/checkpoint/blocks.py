@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -19,11 +20,27 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-class BlockWriter:
-    """Appends tensors to a new file in writes of whole blocks."""
+#: Bytes after which a long file is sent to the device, while more of it is written.
+_SYNC_BYTES = 64 * 2**20
+#: Blocks that the system is asked to read ahead.
+_READ_AHEAD = 3
 
-    def __init__(self, file: WriteFile, block_bytes: int = BLOCK_BYTES) -> None:
+
+class BlockWriter:
+    """Appends tensors to a new file in writes of whole blocks. With ``syncer``, what was written
+    goes to the device there meanwhile, instead of all at the end."""
+
+    def __init__(
+        self,
+        file: WriteFile,
+        block_bytes: int = BLOCK_BYTES,
+        *,
+        syncer: Executor | None = None,
+    ) -> None:
         self._file = file
+        self._syncer = syncer
+        self._syncing: Future[None] | None = None
+        self._synced = 0
         self._block_bytes = block_bytes
         self._pending = torch.empty(block_bytes, dtype=torch.uint8)
         self._filled = 0
@@ -48,12 +65,15 @@ class BlockWriter:
     def finish(self) -> FileEntry:
         """Write what is left and wait until all is on the device; the file's entry."""
         self._flush()
+        self._end_sync()
         self._file.sync()
         self._file.close()
         return FileEntry(self._bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Give up."""
+        """Give up, if it is not finished."""
+        if self._syncing is not None:
+            self._syncing.exception()  # no call may use the descriptor that is closed now
         self._file.close()
 
     def _flush(self) -> None:
@@ -65,6 +85,15 @@ class BlockWriter:
         self._checksums.append(_engine.xxh64(block.data_ptr(), len(block)))
         self._bytes += len(block)
         self._file.write(block.numpy().data)
+        if self._syncer is not None and self._bytes - self._synced >= _SYNC_BYTES:
+            self._end_sync()
+            self._synced = self._bytes
+            self._syncing = self._syncer.submit(self._file.sync)
+
+    def _end_sync(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            syncing.result()
 
 
 class BlockReader:
@@ -85,7 +114,10 @@ class BlockReader:
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The next numbers of the file."""
-        tensor = torch.empty(shape, dtype=dtype)
+        return self.fill(torch.empty(shape, dtype=dtype))
+
+    def fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same into a tensor that is there, contiguous and on the CPU; returns it."""
         out = as_bytes(tensor)
         while len(out):
             if len(self._rest) == 0:
@@ -125,6 +157,11 @@ class BlockReader:
 
     def _load(self, block: torch.Tensor) -> None:
         offset = self._next * self._block_bytes
+        if self._next == 0:
+            self._file.expect(0, min(_READ_AHEAD * self._block_bytes, self._entry.bytes))
+        ahead = offset + _READ_AHEAD * self._block_bytes
+        if ahead < self._entry.bytes:
+            self._file.expect(ahead, self._block_bytes)
         self._file.read_at(offset, block.numpy().data)
         if self._entry.checksums is not None:
             found = _engine.xxh64(block.data_ptr(), len(block))

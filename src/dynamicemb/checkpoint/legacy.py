@@ -121,6 +121,7 @@ class LegacyReader(CheckpointReader):
         state: bool = False,
         scores: bool = True,
         batch_bytes: int = BATCH_BYTES,
+        buffers: int = 0,
     ) -> Iterator[StoredRows]:
         joined = "opt_values" not in shard.files and table.state
         found = (
@@ -134,6 +135,7 @@ class LegacyReader(CheckpointReader):
                 state=state,
                 scores=scores,
                 batch_bytes=batch_bytes,
+                buffers=buffers,
             )
         )
         for one in found:

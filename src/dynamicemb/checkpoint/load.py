@@ -400,7 +400,12 @@ class Loading:
     def _stored(self, plan: _Plan) -> Iterator[tuple[Shard, StoredRows]]:
         for shard in plan.shards:
             for stored in self.reader.rows(
-                plan.chosen.collection, plan.entry, shard, state=plan.state, scores=plan.scores
+                plan.chosen.collection,
+                plan.entry,
+                shard,
+                state=plan.state,
+                scores=plan.scores,
+                buffers=2,  # one is read while the other is inserted
             ):
                 yield shard, stored
 

@@ -44,6 +44,32 @@ class StoredRows:
         return len(self.ids)
 
 
+class _Buffers:
+    """Tensors for a batch of rows."""
+
+    def __init__(self, table: TableEntry, roles: Sequence[str], rows: int) -> None:
+        state_dim = table.optimizer.state_dim(table.dim)
+        words = () if table.score_words == 1 else (table.score_words,)
+        shapes = {
+            "keys": ((rows,), torch.int64),
+            "values": ((rows, table.dim), table.value_dtype),
+            "scores": ((rows, *words), torch.int64),
+            "opt_values": ((rows, state_dim), torch.float32),
+        }
+        self._tensors = {
+            role: torch.empty(shape, dtype=dtype)
+            for role, (shape, dtype) in shapes.items()
+            if role in roles
+        }
+
+    def read(self, readers: dict[str, BlockReader], rows: int) -> StoredRows:
+        """The next ``rows`` of each file."""
+        found = {role: readers[role].fill(some[:rows]) for role, some in self._tensors.items()}
+        return StoredRows(
+            found["keys"], found.get("values"), found.get("opt_values"), found.get("scores")
+        )
+
+
 class CheckpointReader:
     """A committed checkpoint, open for reading. Use as a context manager.
 
@@ -167,34 +193,30 @@ class CheckpointReader:
         state: bool = False,
         scores: bool = True,
         batch_bytes: int = BATCH_BYTES,
+        buffers: int = 0,
     ) -> Iterator[StoredRows]:
-        """The rows of a shard in the order of its files, a bounded number at a time."""
+        """The rows of a shard in the order of its files, a bounded number at a time.
+
+        ``buffers`` above 0: use so many sets of tensors in turn, so that a batch is good only until
+        so many further ones were asked for; faster than new memory for each.
+        """
         roles = ["keys"]
         roles += ["values"] if values else []
         roles += ["scores"] if scores and table.scores else []
         roles += ["opt_values"] if state and table.state else []
         width = sum(table.row_bytes(role) for role in roles)
         step = max(1, batch_bytes // width)
-        state_dim = table.optimizer.state_dim(table.dim)
+        sets = [_Buffers(table, roles, min(step, shard.rows)) for _ in range(buffers)]
         readers: dict[str, BlockReader] = {}
         try:
             with naming("reading", self.path):
                 for role in roles:
                     file = self.open_file(collection, table, shard, role)
                     readers[role] = BlockReader(file, shard.files[role], self.manifest.block_bytes)
-                for begin in range(0, shard.rows, step):
+                for number, begin in enumerate(range(0, shard.rows, step)):
                     n = min(step, shard.rows - begin)
-                    words = (n,) if table.score_words == 1 else (n, table.score_words)
-                    yield StoredRows(
-                        readers["keys"].read((n,), torch.int64),
-                        readers["values"].read((n, table.dim), table.value_dtype)
-                        if "values" in readers
-                        else None,
-                        readers["opt_values"].read((n, state_dim), torch.float32)
-                        if "opt_values" in readers
-                        else None,
-                        readers["scores"].read(words, torch.int64) if "scores" in readers else None,
-                    )
+                    into = sets[number % buffers] if buffers else _Buffers(table, roles, n)
+                    yield into.read(readers, n)
         finally:
             for reader in readers.values():
                 reader.close()

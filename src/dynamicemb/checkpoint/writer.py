@@ -161,6 +161,7 @@ def _write_shards(
         naming("dumping to", path),
         Directory.open(os.path.join(path, STAGING_PREFIX + identity)) as staging,
         ThreadPoolExecutor(1, thread_name_prefix="dynamicemb-dump") as disk,
+        ThreadPoolExecutor(1, thread_name_prefix="dynamicemb-sync") as syncer,
         ProgressBar("dump", total, shown=shown) as bar,
         ExitStack() as open_folders,
     ):
@@ -170,7 +171,7 @@ def _write_shards(
             inside[collection] = open_folders.enter_context(made)
         for one in sources:
             stem = stems[one.collection][one.name]
-            writer = _ShardWriter(inside[one.collection], stem, one, ranks, disk, bar)
+            writer = _ShardWriter(inside[one.collection], stem, one, ranks, disk, syncer, bar)
             parts.append(writer.write(identity))
         for folder_handle in inside.values():
             folder_handle.sync()
@@ -198,6 +199,7 @@ class _ShardWriter:
         source: TableSource,
         ranks: Ranks,
         disk: ThreadPoolExecutor,
+        syncer: ThreadPoolExecutor,
         bar: ProgressBar,
     ) -> None:
         self._folder = folder
@@ -205,6 +207,7 @@ class _ShardWriter:
         self._source = source
         self._ranks = ranks
         self._disk = disk
+        self._syncer = syncer
         self._bar = bar
         self._rows = 0
 
@@ -258,7 +261,7 @@ class _ShardWriter:
         try:
             for role in roles:
                 name = file_name(self._stem, role, self._ranks.rank, self._ranks.size)
-                writers[role] = BlockWriter(self._folder.create(name))
+                writers[role] = BlockWriter(self._folder.create(name), syncer=self._syncer)
             for pieces in batches:
                 waiting.append(self._disk.submit(put, pieces))
                 if len(waiting) > _IN_FLIGHT:

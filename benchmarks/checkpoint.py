@@ -1,0 +1,178 @@
+"""Speed and memory of dumping and loading, as a share of what the disk does with plain bytes.
+
+    python benchmarks/checkpoint.py [--gigabytes 2] [--folder .] [--rounds 3] [--json FILE]
+
+`dd` is the yardstick: it writes as many bytes to the same disk with the same durability
+(`conv=fdatasync`), and reads the checkpoint's own files. Rounds alternate between dd and ours, so
+that both see the same disk; the median counts. Before each read the files are dropped from the page
+cache. Dump and load include every checksum; load verifies all files before it inserts a row, so it
+goes over them twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import environment
+
+from dynamicemb import (
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbDump,
+    DynamicEmbLoad,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+)
+
+DIM = 64
+STATE = 2 * DIM  # Adam
+ROW_BYTES = 8 + 4 * DIM + 8 + 4 * STATE
+MB = 1e6
+
+
+def make(rows: int) -> BatchedDynamicEmbeddingTables:
+    options = DynamicEmbTableOptions(
+        dim=DIM,
+        max_capacity=2 * rows,
+        init_capacity=1024,
+        score_strategy=DynamicEmbScoreStrategy.STEP,
+    )
+    return BatchedDynamicEmbeddingTables([options], table_names=["t"], optimizer="adam", seed=1)
+
+
+def fill(model: BatchedDynamicEmbeddingTables, rows: int) -> None:
+    table = model.tables[0]
+    table.reserve(rows)
+    for ids in torch.arange(rows).split(65536):
+        numbers = torch.randn(len(ids), DIM)
+        table.insert(ids * -0x61C8864680B583EB, numbers, state=torch.rand(len(ids), STATE))
+
+
+def files(path: Path) -> list[Path]:
+    return [one for one in path.rglob("*") if one.is_file()]
+
+
+def drop_from_cache(path: Path) -> None:
+    for file in files(path):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+class Peak:
+    """Resident memory that a block needs beyond what was there before it."""
+
+    def __enter__(self) -> Peak:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        self._before = self._value("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = self._value("VmHWM") - self._before
+
+    @staticmethod
+    def _value(name: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def timed(work: Callable[..., Any], *args: Any) -> float:
+    start = time.perf_counter()
+    work(*args)
+    return time.perf_counter() - start
+
+
+def dump(path: Path, model: BatchedDynamicEmbeddingTables) -> None:
+    DynamicEmbDump(path, model, optim=True)
+
+
+def load(path: Path, model: BatchedDynamicEmbeddingTables) -> None:
+    DynamicEmbLoad(path, model, optim=True)
+
+
+def dd_write(source: Path, target: Path) -> None:
+    command = ["dd", f"if={source}", f"of={target}", "bs=4M", "conv=fdatasync"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def dd_read(path: Path) -> None:
+    for file in files(path):
+        command = ["dd", f"if={file}", "of=/dev/null", "bs=4M"]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each round, and peak memory."""
+    model = make(rows)
+    fill(model, rows)
+    size = rows * ROW_BYTES
+    random = Path("/dev/shm") / f"dynamicemb-bench-{os.getpid()}"
+    seconds: dict[str, list[float]] = {"dd write": [], "dump": [], "dd read": [], "load": []}
+    memory: dict[str, int] = {"dump": 0, "load": 0}
+    with random.open("wb") as file:
+        for begin in range(0, size, 1 << 24):
+            file.write(os.urandom(min(1 << 24, size - begin)))
+    try:
+        for number in range(rounds):
+            target = folder / f"c{number}"
+            seconds["dd write"].append(timed(dd_write, random, folder / "dd"))
+            (folder / "dd").unlink()
+            with Peak() as peak:
+                seconds["dump"].append(timed(dump, target, model))
+            memory["dump"] = max(memory["dump"], peak.bytes)
+            drop_from_cache(target)
+            seconds["dd read"].append(timed(dd_read, target))
+            drop_from_cache(target)
+            other = make(rows)
+            with Peak() as peak:
+                seconds["load"].append(timed(load, target, other))
+            memory["load"] = max(memory["load"], peak.bytes - other.tables[0].stats().bytes)
+            assert len(other.tables[0]) == rows
+            shutil.rmtree(target)
+    finally:
+        random.unlink()
+    return {"rows": rows, "bytes": size, "seconds": seconds, "extra_memory_bytes": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="bytes of the checkpoint")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    args = parser.parse_args()
+    rows = int(args.gigabytes * 1e9 / ROW_BYTES)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        result = measure(Path(folder), rows, args.rounds)
+    print(f"{rows} rows of {ROW_BYTES} bytes ({result['bytes'] / 1e9:.2f} GB)")
+    median = {name: statistics.median(times) for name, times in result["seconds"].items()}
+    for yardstick, ours in (("dd write", "dump"), ("dd read", "load")):
+        share = median[yardstick] / median[ours]
+        result[f"{ours}_share"] = share
+        for name in (yardstick, ours):
+            speed = result["bytes"] / MB / median[name]
+            rounds = ", ".join(f"{one:.2f}" for one in result["seconds"][name])
+            print(f"{name:9} {speed:7.0f} MB/s   ({rounds} s)")
+        extra = result["extra_memory_bytes"][ours] / MB
+        print(
+            f"{ours} reaches {100 * share:.0f} % of dd; {extra:.0f} MB of memory beside the table"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
