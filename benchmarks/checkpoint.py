@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import environment
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -33,6 +32,7 @@ from dynamicemb import (
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
+from report import environment
 
 DIM = 64
 STATE = 2 * DIM  # Adam
