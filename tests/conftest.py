@@ -1,12 +1,26 @@
-"""Shared by all tests. The helpers beside this file (`reference`, `tables`, `twin`) are modules."""
+"""Shared by all tests. The helpers beside this file (`reference`, `tables`, `twin`) are modules.
+
+DYNAMICEMB_TEST_BACKEND chooses what the tests of tables and modules run on: `cpu` (the default),
+`cuda`, or `interpreter` (the GPU's kernels on CPU tensors, slowly).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+BACKEND = os.environ.get("DYNAMICEMB_TEST_BACKEND", "cpu")
+if BACKEND == "interpreter":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    import interpreter
+
+    interpreter.use_for_all_tables()
+elif BACKEND == "cuda":
+    torch.set_default_device("cuda")
 
 # No random choice differs between two runs; a failure is reproduced by running the test again.
 settings.register_profile(

@@ -270,7 +270,7 @@ def test_table_methods() -> None:
         "name": "table",
         "seed": "None",
         "clock": "None",
-        "device": "cpu",
+        "device": "None",
     }
     assert defaults(Table.find) == defaults(Table.contains) == {"ids": ""}
     assert defaults(Table.find_or_insert) == {

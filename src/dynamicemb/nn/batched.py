@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -44,7 +45,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         feature_table_map: the table of every feature, in table order; default one each.
         pooling_mode: SUM, MEAN, or NONE (then all tables have one dim).
         output_dtype: float32, float16 or bfloat16; pooling is in float32.
-        device: "cpu".
+        device: of the tables, ids and outputs: "cpu", "cuda", ...; default: torch's default device.
         optimizer: an ``EmbOptimType``, ours or fbgemm's. The numbers of ``OptimizerArgs`` follow as
             keywords (``learning_rate``, ``eps``, ``beta1``, ``weight_decay``, ...).
         separate_step: backward only keeps gradients; :meth:`step`, or a ``torch.optim`` optimizer
@@ -91,12 +92,13 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
                 optimizer=Optimizer.from_emb_optim_type(optimizer, args),
                 name=name,
                 seed=one_seed,
-                device="cpu" if device is None else device,
+                device=device,
             )
             for one, name, one_seed in zip(options, names, seeds, strict=True)
         ]
         super().__init__(tables, features, output_dtype=output_dtype, fused=not separate_step)
         self.pooling_mode = mode
+        self._first_bags: tuple[int, torch.Tensor] | None = None
 
     @property
     def table_names(self) -> list[str]:
@@ -116,9 +118,9 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
     def plan(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> Plan:
-        ids = check_one_dimension("indices", check_ids("indices", ids))
+        ids = check_one_dimension("indices", check_ids("indices", ids, self.device))
         count = len(ids)
-        offsets = check_offsets(offsets, count)
+        offsets = check_offsets(offsets, count, self.device)
         features = sum(self.features)
         if (len(offsets) - 1) % features or len(offsets) == 1:
             raise wrong_value(
@@ -128,17 +130,23 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         if weights is not None:
             if not self.pooled:
                 raise wrong_value("per_sample_weights", "a tensor", "None with pooling NONE")
-            weights = check_weights(weights, count)
-        bounds = [0]
-        feature = 0
-        for n in self.features[:-1]:
-            feature += n
-            bounds.append(int(offsets[feature * batch_size]))
-        bounds.append(count)
+            weights = check_weights(weights, count, self.device)
         pooling = Pooling(
             self.pooling_mode, self.output_dtype, self.features, batch_size, offsets, weights
         )
-        return Plan(ids, tuple(bounds), pooling, count)
+        return Plan(ids, self._bounds(offsets, batch_size, count), pooling, count)
+
+    def _bounds(
+        self, offsets: torch.Tensor, batch_size: int, count: int
+    ) -> tuple[int, ...] | torch.Tensor:
+        """Where the ids of each table begin; on a GPU they are not read by the host."""
+        firsts = [batch_size * n for n in itertools.accumulate(self.features, initial=0)]
+        if len(self.tables) > 1 and self.device.type != "cpu":
+            if self._first_bags is None or self._first_bags[0] != batch_size:
+                places = torch.tensor(firsts, device="cpu").to(self.device, non_blocking=True)
+                self._first_bags = batch_size, places
+            return offsets.index_select(0, self._first_bags[1])
+        return (0, *(int(offsets[first]) for first in firsts[1:-1]), count)
 
     def forward(
         self,
@@ -179,7 +187,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
             return
         counts = None
         if frequency_counters is not None:
-            counts = check_ids("frequency_counters", frequency_counters)
+            counts = check_ids("frequency_counters", frequency_counters, self.device)
             counts = self.tables[0].check_counts(counts, plan.count)
         lookup = self.find_or_insert(plan, counts)
         # The caller may reuse its buffer before forward compares the ids.
@@ -294,7 +302,7 @@ def _checked_seeds(seed: Any, count: int) -> list[int]:
             raise wrong_value("len(seed)", len(seed), f"{count}, as many as table_options")
         return [check_integer("seed", one, minimum=-(2**63), maximum=2**64 - 1) for one in seed]
     if seed is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
     # Apart from each other: equal ids of two tables must not start equal.
     return [(seed + t * 0x9E3779B97F4A7C15) % 2**64 for t in range(count)]

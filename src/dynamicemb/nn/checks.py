@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import torch
 
-from dynamicemb import _engine
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the memory of ``tensor`` can be read as it is."""
     return (
-        tensor.is_cpu
+        tensor.device == device
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
 
 
-def check_ids(name: str, ids: object) -> torch.Tensor:
+def check_ids(name: str, ids: object, device: torch.device) -> torch.Tensor:
     """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
     if not isinstance(ids, torch.Tensor):
         raise wrong_type(name, ids, "a tensor of integers")
-    if ids.dtype is torch.int64 and _is_plain(ids):
+    if ids.dtype is torch.int64 and _is_plain(ids, device):
         return ids
     if ids.dtype is torch.uint64:
-        return check_cpu(name, ids).contiguous().view(torch.int64)
+        return check_device(name, ids, device).contiguous().view(torch.int64)
     if ids.dtype not in _INTEGERS:
         raise wrong_type(f"{name}.dtype", ids.dtype, "an integer type, such as torch.int64")
-    return check_cpu(name, ids).to(torch.int64).contiguous()
+    return check_device(name, ids, device).to(torch.int64).contiguous()
 
 
-def check_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` if it is where the tables are."""
-    if tensor.device.type != "cpu":
+    if tensor.device != device:
         raise InvalidArgumentError(
-            f"{name}.device is {str(tensor.device)!r}; allowed: 'cpu', where the tables are"
+            f"{name}.device is {str(tensor.device)!r}; allowed: {str(device)!r}, where the tables "
+            "are"
         )
     if tensor.layout != torch.strided:
         raise wrong_value(f"{name}.layout", tensor.layout, "torch.strided")
@@ -50,18 +50,22 @@ def check_one_dimension(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_offsets(offsets: object, count: int) -> torch.Tensor:
-    """``offsets`` as contiguous int64: from 0 up to ``count``, never decreasing."""
+def check_offsets(offsets: object, count: int, device: torch.device) -> torch.Tensor:
+    """``offsets`` as contiguous int64: from 0 up to ``count``, never decreasing.
+
+    The numbers of a tensor on a GPU are not looked at: that would wait for it. There the kernels
+    keep every bag inside the ids, whatever its offsets say.
+    """
     if not isinstance(offsets, torch.Tensor) or offsets.dtype not in (torch.int64, torch.int32):
         raise wrong_type(
             "offsets", getattr(offsets, "dtype", offsets), "a tensor of int64 or int32"
         )
     check_one_dimension("offsets", offsets)
-    if offsets.dtype is not torch.int64 or not _is_plain(offsets):
-        offsets = check_cpu("offsets", offsets).to(torch.int64).contiguous()
+    if offsets.dtype is not torch.int64 or not _is_plain(offsets, device):
+        offsets = check_device("offsets", offsets, device).to(torch.int64).contiguous()
     if len(offsets) == 0:
         raise wrong_value("offsets", "empty", "at least one number")
-    if _engine.valid_offsets(offsets.data_ptr(), len(offsets), count):
+    if device.type != "cpu" or _valid_offsets(offsets, count):
         return offsets
     if int(offsets[0]) != 0:
         raise wrong_value("offsets[0]", int(offsets[0]), "0")
@@ -72,13 +76,22 @@ def check_offsets(offsets: object, count: int) -> torch.Tensor:
     raise wrong_value(f"offsets[{bad}]", int(offsets[bad]), before)
 
 
-def check_weights(weights: object, count: int) -> torch.Tensor:
+def _valid_offsets(offsets: torch.Tensor, count: int) -> bool:
+    try:
+        from dynamicemb import _engine
+    except ImportError:
+        steps = offsets.diff()
+        return int(offsets[0]) == 0 and int(offsets[-1]) == count and not bool((steps < 0).any())
+    return _engine.valid_offsets(offsets.data_ptr(), len(offsets), count)
+
+
+def check_weights(weights: object, count: int, device: torch.device) -> torch.Tensor:
     """``weights`` as contiguous float32, one per id."""
     if not isinstance(weights, torch.Tensor) or not weights.dtype.is_floating_point:
         raise wrong_type(
             "per_sample_weights", getattr(weights, "dtype", weights), "a tensor of floats"
         )
-    weights = check_cpu("per_sample_weights", weights)
+    weights = check_device("per_sample_weights", weights, device)
     if weights.shape != (count,):
         raise wrong_value("per_sample_weights.shape", tuple(weights.shape), str((count,)))
     return weights.detach().to(torch.float32).contiguous()

@@ -26,7 +26,7 @@ def lookup(
     target = module_of(module)
     out, found = target.compute(target.plan(ids, offsets, weights))
     number = -1 if found is None else target.park(found)
-    return out, torch.tensor([number])
+    return out, torch.tensor([number], device="cpu")  # read by the host
 
 
 @lookup.register_fake
@@ -45,7 +45,7 @@ def _(
     else:
         shape = (ids.shape[0], target.tables[0].dim)
     out = ids.new_empty(shape, dtype=target.output_dtype)
-    return out, ids.new_empty((1,), dtype=torch.int64)
+    return out, torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("dynamicemb::lookup_backward", mutates_args=())
@@ -65,8 +65,9 @@ def lookup_backward(
     found = target.unpark(int(number.item()))
     of_weights = target.propagate(plan, found, gradient, rows=row_gradient, weights=weight_gradient)
     if of_weights is None:
-        of_weights = torch.empty(0)
-    return torch.zeros(1) if target.fused else torch.ones(1), of_weights
+        of_weights = torch.empty(0, device=gradient.device)
+    value = 0.0 if target.fused else 1.0
+    return torch.full((1,), value, device=gradient.device), of_weights
 
 
 @lookup_backward.register_fake

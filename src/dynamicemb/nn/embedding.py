@@ -16,7 +16,7 @@ from dynamicemb.errors import (
     wrong_value,
 )
 from dynamicemb.nn.checks import (
-    check_cpu,
+    check_device,
     check_ids,
     check_offsets,
     check_one_dimension,
@@ -86,7 +86,7 @@ class _OneTable(DynamicModule):
             optimizer=fused,
             name=name,
             seed=seed,
-            device="cpu" if device is None else device,
+            device=device,
         )
         super().__init__(
             [table],
@@ -139,7 +139,7 @@ class DynamicEmbedding(_OneTable):
             Without, rows start from N(0, 1) as in ``nn.Embedding``.
         seed: of new rows; default: drawn from torch's generator.
         name: of the table, in errors and in ``state_dict``.
-        device: "cpu".
+        device: of the table, ids and outputs: "cpu", "cuda", ...; default: torch's default device.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DynamicEmbedding(_OneTable):
     def plan(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> Plan:
-        ids = check_ids("input", ids)
+        ids = check_ids("input", ids, self.device)
         keep = self._kept(ids)
         kept = ids if keep is None else ids[keep]
         pooling = Pooling(DynamicEmbPoolingMode.NONE, self.output_dtype, self.features)
@@ -187,7 +187,7 @@ class DynamicEmbedding(_OneTable):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ``input`` (integers of any shape): shape ``[*input.shape, embedding_dim]``."""
         if not isinstance(input, torch.Tensor):
-            check_ids("input", input)
+            check_ids("input", input, self.device)
         rows = self.lookup(input.reshape(-1))
         return rows.view(*input.shape, self.embedding_dim)
 
@@ -240,11 +240,11 @@ class DynamicEmbeddingBag(_OneTable):
     def plan(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> Plan:
-        ids = check_one_dimension("input", check_ids("input", ids))
+        ids = check_one_dimension("input", check_ids("input", ids, self.device))
         count = len(ids)
-        offsets = check_offsets(offsets, count)
+        offsets = check_offsets(offsets, count, self.device)
         if weights is not None:
-            weights = check_weights(weights, count)
+            weights = check_weights(weights, count, self.device)
         keep = self._kept(ids)
         if keep is not None:
             before = torch.searchsorted(keep, offsets)  # kept ids before each bag
@@ -274,7 +274,7 @@ class DynamicEmbeddingBag(_OneTable):
         with mode "sum") scale the rows and take a gradient.
         """
         if not isinstance(input, torch.Tensor):
-            check_ids("input", input)
+            check_ids("input", input, self.device)
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise wrong_value("mode", self.mode, "'sum' with per_sample_weights")
@@ -291,7 +291,7 @@ class DynamicEmbeddingBag(_OneTable):
             if offsets is not None:
                 raise wrong_value("offsets", "a tensor", "None with a 2-D input")
             bags, length = input.shape
-            offsets = torch.arange(bags + 1) * length
+            offsets = torch.arange(bags + 1, device=self.device) * length
         elif input.dim() != 1:
             raise wrong_value("input.shape", tuple(input.shape), "one or two dimensions")
         elif offsets is None:
@@ -299,8 +299,8 @@ class DynamicEmbeddingBag(_OneTable):
         elif not isinstance(offsets, torch.Tensor):
             raise wrong_type("offsets", offsets, "a tensor of int64 or int32")
         elif not self.include_last_offset:
-            check_cpu("offsets", check_one_dimension("offsets", offsets))
-            end = torch.tensor([input.shape[0]], dtype=offsets.dtype)
+            check_device("offsets", check_one_dimension("offsets", offsets), self.device)
+            end = torch.full((1,), input.shape[0], dtype=offsets.dtype, device=self.device)
             offsets = torch.cat([offsets, end])
         return self.lookup(input.reshape(-1), offsets, per_sample_weights)
 

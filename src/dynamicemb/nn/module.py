@@ -54,7 +54,7 @@ class Plan:
     """
 
     ids: torch.Tensor
-    bounds: Sequence[int]
+    bounds: Sequence[int] | torch.Tensor
     pooling: Pooling
     count: int
     keep: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class DynamicModule(nn.Module, ABC):
         self.features = tuple(features)
         self.output_dtype = output_dtype
         self.fused = fused
-        self.handle = nn.Parameter(torch.zeros(1))
+        self.handle = nn.Parameter(torch.zeros(1, device=self.device))
         self._attach()
 
     def _attach(self) -> None:
@@ -105,6 +105,11 @@ class DynamicModule(nn.Module, ABC):
         _owners[id(self.handle)] = self
 
     # ---- lookups ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are, and ids and gradients must be."""
+        return self.tables[0].device
 
     @property
     def output_columns(self) -> int:
@@ -147,7 +152,7 @@ class DynamicModule(nn.Module, ABC):
             shape = (pooling.batch_size, self.output_columns)
         else:
             shape = (len(plan.ids), self.tables[0].dim)
-        out = torch.empty(shape, dtype=pooling.dtype)
+        out = torch.empty(shape, dtype=pooling.dtype, device=self.device)
         found = None
         if self.training:
             found = self._next_lookup(plan)
@@ -155,7 +160,7 @@ class DynamicModule(nn.Module, ABC):
         else:
             self._group.evaluate(plan.ids, plan.bounds, pooling, out)
         if plan.keep is not None and not pooling.pooled:
-            padded = torch.zeros(plan.count, shape[1], dtype=pooling.dtype)
+            padded = torch.zeros(plan.count, shape[1], dtype=pooling.dtype, device=self.device)
             out = padded.index_copy_(0, plan.keep, out)
         return out, found
 
@@ -163,7 +168,9 @@ class DynamicModule(nn.Module, ABC):
         if not self._prefetched:
             return self.find_or_insert(plan)
         expected, lookup = self._prefetched[0]
-        if plan.bounds != expected.bounds or not torch.equal(plan.ids, expected.ids):
+        if not _equal_bounds(plan.bounds, expected.bounds) or not torch.equal(
+            plan.ids, expected.ids
+        ):
             raise UsageError(
                 f"forward with {len(plan.ids)} ids, but the oldest prefetched batch, of "
                 f"{len(expected.ids)} ids, is another one; use batches in the order of prefetching"
@@ -205,7 +212,8 @@ class DynamicModule(nn.Module, ABC):
         if weights:
             weight_gradient = self._group.weight_gradient(lookup, pooling, gradient)
             if plan.keep is not None:
-                weight_gradient = torch.zeros(plan.count).index_copy_(0, plan.keep, weight_gradient)
+                padded = torch.zeros(plan.count, device=self.device)
+                weight_gradient = padded.index_copy_(0, plan.keep, weight_gradient)
         if not rows:
             return weight_gradient
         if self.fused:
@@ -342,10 +350,18 @@ class DynamicModule(nn.Module, ABC):
         """The same tables under a handle of its own: one handle has one owner."""
         copied = type(self).__new__(type(self))
         state = self.__getstate__()
-        fresh = nn.Parameter(torch.zeros(1), requires_grad=self.handle.requires_grad)
+        fresh = nn.Parameter(
+            torch.zeros(1, device=self.device), requires_grad=self.handle.requires_grad
+        )
         state["_parameters"] = {**state["_parameters"], "handle": fresh}
         copied.__setstate__(state)
         return copied
+
+
+def _equal_bounds(a: Sequence[int] | torch.Tensor, b: Sequence[int] | torch.Tensor) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return a is b or (not isinstance(a, torch.Tensor) and a == b)
 
 
 class _RowLookup(torch.autograd.Function):
@@ -378,5 +394,5 @@ class _RowLookup(torch.autograd.Function):
         module: DynamicModule = ctx.module
         rows, weights = ctx.needs_input_grad[:2]
         weight_gradient = module.propagate(ctx.plan, found, gradient, rows=rows, weights=weights)
-        handle_gradient = None if module.fused else torch.ones(1)
+        handle_gradient = None if module.fused else torch.ones(1, device=module.device)
         return handle_gradient, weight_gradient, None, None

@@ -155,6 +155,9 @@ class Pooling:
         return self.mode is not DynamicEmbPoolingMode.NONE
 
 
+#: Where the ids of each table begin and end: numbers, or int64 on the tables' device.
+Bounds = Sequence[int] | torch.Tensor
+
 #: Per table: distinct ids int64 [n] and their summed gradients float32 [n, dim].
 SummedGradients = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -202,7 +205,7 @@ class Table(ABC):
             options, initializer_args=complete_initializer_args(options.initializer_args)
         )
         if seed is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self.seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1) % 2**64
         if clock is not None and not callable(clock):
             raise wrong_type("clock", clock, "None or a function that returns nanoseconds")
@@ -563,7 +566,7 @@ class Table(ABC):
         return ids.resolve_neg().contiguous().view(torch.int64)
 
     def check_device(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self.device.type:
+        if tensor.device != self.device:
             raise InvalidArgumentError(
                 f"{name}.device is {str(tensor.device)!r}; allowed: {str(self.device)!r}, where "
                 f"table {self.name!r} is"
@@ -613,6 +616,10 @@ class Table(ABC):
         high = (mix(ids.view(torch.int64)) >> 32) & 0xFFFFFFFF
         return (high * buckets) >> 32
 
+    @abstractmethod
+    def make_group(self, tables: Sequence[Table]) -> TableGroup:
+        """A group of tables of this class and device; use ``create_group``."""
+
     @staticmethod
     def bucket_layout_of(options: DynamicEmbTableOptions) -> tuple[int, int, int]:
         """(width, buckets at the start, buckets at most) of ``options``."""
@@ -648,14 +655,14 @@ class TableGroup(ABC):
     """Tables of one device, looked up and updated in one call over all of them.
 
     ``bounds`` has one entry more than there are tables: the ids [bounds[t], bounds[t + 1]) are
-    table t's.
+    table t's. They may be an int64 tensor where the tables are on a GPU.
     """
 
     tables: Sequence[Table]
 
     @abstractmethod
     def evaluate(
-        self, ids: torch.Tensor, bounds: Sequence[int], pooling: Pooling, out: torch.Tensor
+        self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
     ) -> None:
         """Write the output of a lookup that changes nothing."""
 
@@ -663,7 +670,7 @@ class TableGroup(ABC):
     def find_or_insert(
         self,
         ids: torch.Tensor,
-        bounds: Sequence[int],
+        bounds: Bounds,
         *,
         counts: torch.Tensor | None = None,
         protect: Sequence[Lookup] = (),

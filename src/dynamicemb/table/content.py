@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -15,6 +15,9 @@ from dynamicemb.table.base import Progress
 
 if TYPE_CHECKING:
     from dynamicemb.table.cpu import CpuTable
+    from dynamicemb.table.cuda import CudaTable
+
+    StoredTable: TypeAlias = CpuTable | CudaTable
 
 FORMAT = 1
 #: The tensors of a table's content.
@@ -33,7 +36,7 @@ _META = (
 )
 
 
-def save(table: CpuTable) -> dict[str, torch.Tensor]:
+def save(table: StoredTable) -> dict[str, torch.Tensor]:
     """See :meth:`Table.state_dict`."""
     batches = list(table.export())
     empty = table.empty_rows(0)
@@ -44,7 +47,7 @@ def save(table: CpuTable) -> dict[str, torch.Tensor]:
         "has_custom_score": int(progress.custom_score is not None),
         **{name: value or 0 for name, value in asdict(progress).items()},
     }
-    counter_ids = counter_counts = torch.empty(0, dtype=torch.int64)
+    counter_ids = counter_counts = torch.empty(0, dtype=torch.int64, device=table.device)
     counted = table.export_counter()
     if counted is not None:
         counter_ids, counter_counts = counted
@@ -64,13 +67,13 @@ def optimizer_kind(state: Mapping[str, torch.Tensor]) -> OptimizerKind:
     return OptimizerKind(_numbers(state)["optimizer"])
 
 
-def check(table: CpuTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
+def check(table: StoredTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
     """Raise unless the content fits a table whose optimizer is of ``kind``."""
     _checked(table, state, kind)
 
 
 def _checked(
-    table: CpuTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind
+    table: StoredTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind
 ) -> tuple[torch.Tensor, ...]:
     if optimizer_kind(state) is not kind:
         raise InvalidArgumentError(
@@ -91,7 +94,7 @@ def _checked(
     )
 
 
-def load(table: CpuTable, state: Mapping[str, torch.Tensor]) -> int:
+def load(table: StoredTable, state: Mapping[str, torch.Tensor]) -> int:
     """See :meth:`Table.load_state_dict`."""
     numbers = _numbers(state)
     ids, embeddings, rows, scores, counter_ids, counts = _checked(

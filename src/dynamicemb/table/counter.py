@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dynamicemb import _engine
 from dynamicemb.options import DynamicEmbInitializerArgs, DynamicEmbTableOptions
 from dynamicemb.table.base import Table
-from dynamicemb.table.engine import LFU_STRATEGY, TRAIN, engine_initializer, threads
+from dynamicemb.table.engine import TRAIN, _engine, engine_initializer, threads
+from dynamicemb.table.numbers import LFU_STRATEGY
 
 
 class IdCounter:
@@ -41,8 +41,8 @@ class IdCounter:
 
     def counts(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [n]: how often each id was counted."""
-        found = torch.empty(len(ids), dtype=torch.bool)
-        counts = torch.empty(len(ids), dtype=torch.int64)
+        found = torch.empty(len(ids), dtype=torch.bool, device="cpu")
+        counts = torch.empty(len(ids), dtype=torch.int64, device="cpu")
         self.table.read(
             ids.data_ptr(), len(ids), threads(), found.data_ptr(), 0, 0, counts.data_ptr()
         )
@@ -50,7 +50,7 @@ class IdCounter:
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, counts), both int64 [n]."""
-        ids = torch.empty(self.table.size, dtype=torch.int64)
+        ids = torch.empty(self.table.size, dtype=torch.int64, device="cpu")
         counts = torch.empty_like(ids)
         self.table.export_rows(
             0, len(ids), 0, None, threads(), ids.data_ptr(), 0, 0, counts.data_ptr()

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from dynamicemb import _engine
 from dynamicemb.admission import ProbabilityAdmissionStrategy
 from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer, wrong_type, wrong_value
 from dynamicemb.optimizers import Optimizer, OptimizerKind
 from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
 from dynamicemb.table import content
 from dynamicemb.table.base import (
+    Bounds,
     Found,
     Inserted,
     Lookup,
@@ -32,14 +32,13 @@ from dynamicemb.table.engine import (
     ASSIGN,
     INSERT,
     LOCATE,
-    PAIR_STRATEGY,
     TRAIN,
-    TYPES,
+    _engine,
     address,
     engine_initializer,
-    state_layout,
     threads,
 )
+from dynamicemb.table.numbers import TYPES, state_layout, strategy_number
 
 
 class CpuTable(Table):
@@ -59,7 +58,6 @@ class CpuTable(Table):
         self._width, start, maximum = self.bucket_layout_of(options)
         self.max_slots = self._width * maximum
         columns, scalar, initial = state_layout(self.optimizer, self.dim)
-        pair = isinstance(options.score_strategy, tuple)
         try:
             self.engine = _engine.Table(
                 dim=self.dim,
@@ -68,7 +66,7 @@ class CpuTable(Table):
                 max_buckets=maximum,
                 width=self._width,
                 max_load_factor=options.max_load_factor,
-                strategy=PAIR_STRATEGY if pair else int(options.score_strategy),  # type: ignore[arg-type]
+                strategy=strategy_number(options),
                 initializer=engine_initializer(options.initializer_args, self.seed),
                 missing_value=options.eval_initializer_args.value,
                 state_columns=columns,
@@ -128,7 +126,7 @@ class CpuTable(Table):
 
     def find(self, ids: torch.Tensor) -> Found:
         ids = self.check_ids("ids", ids)
-        found = torch.empty(len(ids), dtype=torch.bool)
+        found = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         rows = self.empty_rows(len(ids))
         self.engine.read(
             ids.data_ptr(),
@@ -143,7 +141,7 @@ class CpuTable(Table):
 
     def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
-        slots = torch.empty(len(ids), dtype=torch.int64)
+        slots = torch.empty(len(ids), dtype=torch.int64, device="cpu")
         self.engine.find(ids.data_ptr(), len(ids), threads(), slots.data_ptr())
         return slots
 
@@ -207,7 +205,7 @@ class CpuTable(Table):
         ids = _engine.removed_since(self.engine, mark)
         known_since = self.engine.removals_known_since  # read after: it only grows
         if not ids:
-            return known_since, torch.empty(0, dtype=torch.int64)
+            return known_since, torch.empty(0, dtype=torch.int64, device="cpu")
         return known_since, torch.frombuffer(bytearray(ids), dtype=torch.int64)
 
     # ---- writing ----
@@ -227,10 +225,10 @@ class CpuTable(Table):
             ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted, check=False
         )
         batch = lookup.batches[0]
-        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype)
+        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device="cpu")
         pooling = Pooling(DynamicEmbPoolingMode.NONE, self.dtype, (1,))
         group.read(lookup, pooling, embeddings)
-        slots = torch.empty(len(ids), dtype=torch.int64)
+        slots = torch.empty(len(ids), dtype=torch.int64, device="cpu")
         batch.slots(slots.data_ptr())
         evicted = self._evicted(batch) if return_evicted else None
         self.check_failures(batch.failures, batch.size, evicted)
@@ -288,7 +286,7 @@ class CpuTable(Table):
         return batch
 
     def _written(self, batch: Any) -> torch.Tensor:
-        written = torch.empty(batch.size, dtype=torch.bool)
+        written = torch.empty(batch.size, dtype=torch.bool, device="cpu")
         batch.written(written.data_ptr())
         return written
 
@@ -306,15 +304,15 @@ class CpuTable(Table):
         """Uninitialised buffers for ``count`` rows."""
         shape = (count,) if self.score_words == 1 else (count, 2)
         return Rows(
-            torch.empty(count, dtype=torch.int64),
-            torch.empty(count, self.dim, dtype=self.dtype),
-            torch.empty(count, self.state_dim, dtype=torch.float32),
-            torch.empty(shape, dtype=torch.int64),
+            torch.empty(count, dtype=torch.int64, device="cpu"),
+            torch.empty(count, self.dim, dtype=self.dtype, device="cpu"),
+            torch.empty(count, self.state_dim, dtype=torch.float32, device="cpu"),
+            torch.empty(shape, dtype=torch.int64, device="cpu"),
         )
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
-        removed = torch.empty(len(ids), dtype=torch.bool)
+        removed = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         self.engine.erase(ids.data_ptr(), len(ids), threads(), removed.data_ptr())
         return removed
 
@@ -346,6 +344,9 @@ class CpuTable(Table):
             self._rejected_initializer = engine_initializer(
                 self.admit_strategy.initializer_args or self.options.initializer_args, seed
             )
+
+    def make_group(self, tables: Sequence[Table]) -> CpuTableGroup:
+        return CpuTableGroup([table for table in tables if isinstance(table, CpuTable)])
 
     # ---- saving ----
 
@@ -408,8 +409,8 @@ class CpuTable(Table):
         count = batch.collect_missing()
         if count == 0:
             return
-        ids = torch.empty(count, dtype=torch.int64)
-        counts = torch.empty(count, dtype=torch.int64)
+        ids = torch.empty(count, dtype=torch.int64, device="cpu")
+        counts = torch.empty(count, dtype=torch.int64, device="cpu")
         batch.missing(ids.data_ptr(), counts.data_ptr())
         frequencies = counts
         if self.counter is not None:
@@ -429,8 +430,8 @@ class CpuTable(Table):
         rows = None
         if strategy.writes_rejected_rows:
             rejected = count - int(mask.sum())
-            rows = torch.zeros(rejected, self.dim, dtype=torch.float32)
-            strategy.initialize_non_admitted_embeddings(rows, torch.arange(rejected))
+            rows = torch.zeros(rejected, self.dim, dtype=torch.float32, device="cpu")
+            strategy.initialize_non_admitted_embeddings(rows, torch.arange(rejected, device="cpu"))
         batch.admit(mask.data_ptr(), self._rejected_initializer, address(rows))
         if self.counter is not None:  # after the strategy, which may have raised
             self.counter.add(ids, counts)
@@ -465,8 +466,9 @@ class CpuTableGroup(TableGroup):
         self.tables: Sequence[CpuTable] = list(tables)
 
     def evaluate(
-        self, ids: torch.Tensor, bounds: Sequence[int], pooling: Pooling, out: torch.Tensor
+        self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
     ) -> None:
+        assert not isinstance(bounds, torch.Tensor)
         segments = self._segments([None] * len(self.tables), bounds, pooling)
         layout = self._pooling(pooling, out)
         _engine.evaluate(segments, ids.data_ptr(), layout, out.data_ptr(), threads())
@@ -474,13 +476,14 @@ class CpuTableGroup(TableGroup):
     def find_or_insert(
         self,
         ids: torch.Tensor,
-        bounds: Sequence[int],
+        bounds: Bounds,
         *,
         counts: torch.Tensor | None = None,
         protect: Sequence[Lookup] = (),
         keep_evicted: bool = False,
         check: bool = True,
     ) -> CpuLookup:
+        assert not isinstance(bounds, torch.Tensor)
         scores = [table.batch_score() for table in self.tables]
         batches = []
         for t, table in enumerate(self.tables):
@@ -530,7 +533,7 @@ class CpuTableGroup(TableGroup):
     ) -> torch.Tensor:
         segments = self._lookup_segments(lookup, pooling)
         assert isinstance(lookup, CpuLookup)
-        out = torch.zeros(lookup.bounds[-1], dtype=torch.float32)
+        out = torch.zeros(lookup.bounds[-1], dtype=torch.float32, device="cpu")
         layout = self._pooling(pooling, gradient)
         _engine.weight_gradient(segments, layout, gradient.data_ptr(), out.data_ptr(), threads())
         return out
@@ -570,8 +573,8 @@ class CpuTableGroup(TableGroup):
         *,
         clamp: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.empty(n, dtype=torch.int64)
-        sums = torch.empty(n, table.dim, dtype=torch.float32)
+        ids = torch.empty(n, dtype=torch.int64, device="cpu")
+        sums = torch.empty(n, table.dim, dtype=torch.float32, device="cpu")
         limit = table.optimizer.numbers(1)["max_gradient"] if clamp else 0.0
         count = _engine.reduce(
             segment,

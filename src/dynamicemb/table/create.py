@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +11,6 @@ from dynamicemb.errors import InvalidArgumentError, wrong_type
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.table.base import Table, TableGroup
-from dynamicemb.table.cpu import CpuTable, CpuTableGroup
 
 
 def create_table(
@@ -20,18 +20,33 @@ def create_table(
     name: str = "table",
     seed: int | None = None,
     clock: Callable[[], int] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Table:
     """Make an empty table.
 
     ``options`` must have ``dim`` and ``max_capacity``. ``optimizer`` fixes the state a row carries
     (default: plain SGD, no state). ``seed`` governs new rows; ``None`` draws one from torch's
-    generator, so that ``torch.manual_seed`` does. ``clock`` gives the TIMESTAMP score.
+    generator, so that ``torch.manual_seed`` does. ``clock`` gives the TIMESTAMP score. ``device``:
+    "cpu" (needs the C++ extension), or "cuda", "cuda:1", ... (needs Triton); default: torch's
+    default device.
     """
     if not isinstance(options, DynamicEmbTableOptions):
         raise wrong_type("options", options, "a DynamicEmbTableOptions")
-    _check_device(device)
-    return CpuTable(options, optimizer=optimizer, name=name, seed=seed, clock=clock)
+    settings: dict[str, Any] = {"optimizer": optimizer, "name": name, "seed": seed, "clock": clock}
+    return _new_table(_checked_device(device), options, settings)
+
+
+def _new_table(
+    device: torch.device, options: DynamicEmbTableOptions, settings: dict[str, Any]
+) -> Table:
+    # Imported here: a machine may have the C++ extension or Triton alone.
+    if device.type == "cuda":
+        from dynamicemb.table.cuda import CudaTable
+
+        return CudaTable(options, **settings, device=device)
+    from dynamicemb.table.cpu import CpuTable
+
+    return CpuTable(options, **settings)
 
 
 def create_group(tables: Sequence[Table]) -> TableGroup:
@@ -39,17 +54,18 @@ def create_group(tables: Sequence[Table]) -> TableGroup:
     if not tables:
         raise InvalidArgumentError("tables is empty; allowed: at least one table")
     for table in tables:
-        if not isinstance(table, CpuTable):
+        if type(table) is not type(tables[0]) or table.device != tables[0].device:
             raise wrong_type("tables", table, "tables of one device")
-    return CpuTableGroup([table for table in tables if isinstance(table, CpuTable)])
+    return tables[0].make_group(tables)
 
 
-def _check_device(device: torch.device | str) -> None:
+def _checked_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = torch.get_default_device()
     try:
-        known = torch.device(device).type == "cpu"
+        known = torch.device(device)
     except (RuntimeError, TypeError):
-        known = False
-    if not known:
-        raise InvalidArgumentError(
-            f"device is {str(device)!r}; allowed: 'cpu' (this version has no GPU tables)"
-        )
+        known = torch.device("meta")
+    if known.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device is {str(device)!r}; allowed: 'cpu', 'cuda', 'cuda:0'")
+    return known

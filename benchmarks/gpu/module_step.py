@@ -1,0 +1,123 @@
+"""A training step of the module on the published workload.
+
+10 tables of 1,677,721 rows, dim 128 in float32, sequence mode (no pooling), 104,857 ids per table
+and step from a power law with exponent 1.05: 1,048,570 ids, about 350,280 of them distinct. Warm
+tables: the ids of every step are there. Published figures are from an H100 (3.35 TB/s).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from measure import Clock, power_law
+
+from dynamicemb import (
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbPoolingMode,
+    DynamicEmbTableOptions,
+    EmbOptimType,
+)
+
+TABLES, ROWS, DIM, IDS, EXPONENT = 10, 1_677_721, 128, 104_857, 1.05
+EXPECTED_UNIQUE = 350_280
+
+
+def batches(count: int) -> tuple[list[torch.Tensor], float]:
+    """Ids of ``count`` steps, and how many are distinct on average."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    steps, unique = [], []
+    for _ in range(count):
+        parts = [power_law(IDS, ROWS, EXPONENT, generator) for _ in range(TABLES)]
+        unique.append(sum(len(torch.unique(part)) for part in parts))
+        steps.append(torch.cat(parts))
+    return steps, statistics.mean(unique)
+
+
+def make(optimizer: EmbOptimType) -> BatchedDynamicEmbeddingTables:
+    options = DynamicEmbTableOptions(
+        dim=DIM,
+        max_capacity=ROWS,
+        initializer_args=DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.UNIFORM),
+    )
+    return BatchedDynamicEmbeddingTables(
+        [options] * TABLES,
+        pooling_mode=DynamicEmbPoolingMode.NONE,
+        optimizer=optimizer,
+        learning_rate=0.01,
+        device="cuda",
+        seed=1,
+    )
+
+
+def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) -> dict[str, Any]:
+    module = make(optimizer)
+    offsets = torch.arange(TABLES * IDS + 1, device="cuda")
+    gradient = torch.randn(TABLES * IDS, DIM, device="cuda") * 1e-3
+    for ids in steps:  # every id of the run gets its row
+        module(ids, offsets)
+    outputs: list[torch.Tensor] = []
+
+    def forward(i: int) -> None:
+        outputs[:] = [module(steps[i % len(steps)], offsets)]
+
+    def backward(i: int) -> None:
+        outputs[0].backward(gradient)
+
+    def train(i: int) -> None:
+        forward(i)
+        backward(i)
+
+    for i in range(5):
+        train(i)
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {}
+    forwards, backwards = [], []
+    for i in range(40):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        forward(i)
+        events[1].record()
+        backward(i)
+        events[2].record()
+        events[2].synchronize()
+        forwards.append(events[0].elapsed_time(events[1]))
+        backwards.append(events[1].elapsed_time(events[2]))
+    result["forward_ms"] = statistics.median(forwards)
+    result["backward_ms"] = statistics.median(backwards)
+    # Throughput: steps in a row without waiting.
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for i in range(100):
+        train(i)
+    queued = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    result["train_ms"] = (time.perf_counter() - begin) * 10
+    result["train_host_ms"] = queued * 10
+    module.eval()
+    with torch.no_grad():
+        result["eval_ms"] = clock.time(forward, repeats=40, cold=False) / 1e3
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for i in range(100):
+            forward(i)
+        torch.cuda.synchronize()
+        result["eval_throughput_ms"] = (time.perf_counter() - begin) * 10
+    return result
+
+
+def run(clock: Clock) -> dict[str, Any]:
+    steps, unique = batches(20)
+    result: dict[str, Any] = {
+        "ids": TABLES * IDS,
+        "mean_unique": unique,
+        "mean_unique_expected": EXPECTED_UNIQUE,
+    }
+    for optimizer in (EmbOptimType.ADAM, EmbOptimType.SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+        result[optimizer.value] = measure(clock, optimizer, steps)
+        torch.cuda.empty_cache()
+    return result

@@ -1,0 +1,133 @@
+"""Operations of one table: 2^26 slots, batches of 2^20 distinct random ids, cold L2 cache.
+
+``index``: without rows. Bytes are what an operation cannot avoid: digests of a bucket, one sector
+for a key or score, the row read and written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from measure import Clock
+
+from dynamicemb.options import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from dynamicemb.table.cuda import CudaTable
+
+SLOTS, BATCH = 1 << 26, 1 << 20
+SECTOR = 32
+
+
+def random_ids(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(
+        -(2**63), 2**63 - 1, (count,), generator=generator, device="cuda", dtype=torch.int64
+    )
+
+
+class Filled:
+    """A table of a given load, and ids that are in it."""
+
+    def __init__(self, dim: int, load: float, *, rowless: bool, slots: int = SLOTS) -> None:
+        options = DynamicEmbTableOptions(
+            dim=dim, max_capacity=slots, score_strategy=DynamicEmbScoreStrategy.TIMESTAMP
+        )
+        self.table = CudaTable(options, seed=1, device="cuda", rowless=rowless)
+        self.generator = torch.Generator(device="cuda").manual_seed(int(load * 100))
+        self.known: list[torch.Tensor] = []
+        inserted = 0
+        target = int(load * slots) if load < 1 else int(1.5 * slots)
+        while inserted < target:
+            count = min(BATCH, target - inserted)
+            ids = random_ids(count, self.generator)
+            self.insert(ids)
+            self.known.append(ids)
+            inserted += count
+        self.known = self.known[-16:]
+
+    def insert(self, ids: torch.Tensor) -> Any:
+        group = self.table.group
+        score = [self.table.batch_score()]
+        batch, _ = group.insert_batch(
+            ids, None, score, counts=None, codes=None, train=True, distinct=True
+        )
+        return batch
+
+    def present(self, count: int) -> torch.Tensor:
+        """Distinct ids, nearly all of them in the table."""
+        everything = torch.cat(self.known)
+        order = torch.randperm(len(everything), generator=self.generator, device="cuda")
+        return everything[order[:count]].clone()
+
+    def mixed(self, count: int, hits: float) -> torch.Tensor:
+        ids = torch.cat(
+            [
+                self.present(int(count * hits)),
+                random_ids(count - int(count * hits), self.generator),
+            ]
+        )
+        return ids[torch.randperm(count, generator=self.generator, device="cuda")].clone()
+
+
+def run(clock: Clock, bandwidth: float, loads: tuple[float, ...], dims: tuple[int, ...]) -> Any:
+    result: dict[str, Any] = {}
+    for load in loads:
+        result |= _index_only(clock, load)
+        torch.cuda.empty_cache()
+        for dim in dims:
+            result |= _with_rows(clock, bandwidth, load, dim)
+            torch.cuda.empty_cache()
+    return result
+
+
+def _index_only(clock: Clock, load: float) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    index = Filled(1, load, rowless=True)
+    sets = [index.present(BATCH) for _ in range(4)]
+    micros = clock.time(lambda i: index.table.group.find_slots(sets[i % 4], None))
+    result[f"find index, load {load}"] = {"us": micros}
+    for batch, name in ((BATCH, "1M"), (1 << 16, "64k")):
+        fresh = [index.mixed(batch, 0.6) for _ in range(12)]
+
+        def insert(i: int, fresh: list[torch.Tensor] = fresh) -> None:
+            index.insert(fresh[i % 12])
+
+        micros = clock.time(insert, repeats=8, warm_up=2)
+        result[f"find_or_insert index, 60 % hits, {name}, load {load}"] = {"us": micros}
+    return result
+
+
+def _with_rows(clock: Clock, bandwidth: float, load: float, dim: int) -> dict[str, Any]:
+    filled = Filled(dim, load, rowless=False)
+    table, group = filled.table, filled.table.group
+    sets = [filled.present(BATCH) for _ in range(4)]
+    out = torch.empty(BATCH, dim, device="cuda")
+    values = torch.randn(BATCH, dim, device="cuda")
+    result: dict[str, Any] = {}
+
+    def add(name: str, micros: float, bytes_per_id: float) -> None:
+        floor = BATCH * bytes_per_id / bandwidth * 1e6
+        result[f"{name}, dim {dim}, load {load}"] = {
+            "us": micros,
+            "floor_us": floor,
+            "percent_of_floor": 100 * floor / micros,
+        }
+
+    index_bytes = 8 + 128 + SECTOR
+    micros = clock.time(lambda i: group.find_rows(sets[i % 4], out))
+    add("find + row copy", micros, index_bytes + 8 * dim)
+
+    fresh = [filled.mixed(BATCH, 0.6) for _ in range(10)]
+
+    def find_or_insert(i: int) -> None:
+        batch = filled.insert(fresh[i % 10])
+        batch.initialize(embeddings=True)
+        table.gather(batch.slots, out, missing=False)
+
+    micros = clock.time(find_or_insert, repeats=8, warm_up=2)
+    add("find_or_insert, 60 % hits", micros, index_bytes + SECTOR + 8 * dim + 0.4 * 4 * dim)
+    micros = clock.time(lambda i: table.assign(sets[i % 4], values), repeats=8)
+    add("assign", micros, index_bytes + SECTOR + 8 * dim)
+    misses = [filled.mixed(BATCH, 0.0) for _ in range(10)]
+    micros = clock.time(lambda i: table.insert(misses[i % 10], values), repeats=8, warm_up=2)
+    add("insert, all misses", micros, index_bytes + 3 * SECTOR + 8 * dim)
+    return result

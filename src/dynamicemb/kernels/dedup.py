@@ -1,0 +1,140 @@
+"""Distinct ids of a batch in the order of their first occurrence, and the occurrences of each."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from dynamicemb.kernels.hashing import hash_id
+from dynamicemb.kernels.launch import kernel
+from dynamicemb.kernels.layout import table_of
+
+#: Places that compare-and-swap goes to where there is nothing to do: it has no mask.
+DUMMIES = 4096
+
+
+@kernel
+def claim_kernel(
+    ids_ptr, bounds_ptr, count, tables, cells_ptr, last_cell, dummies_ptr, cell_of_ptr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Open addressing: cells (-1: free) hold the first occurrence of the id that owns them, and
+    cell_of[i] is the cell of occurrence i. Which cell an id gets depends on the order of programs;
+    the occurrence in it does not."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pending = i < count
+    inside = pending
+    ids = tl.load(ids_ptr + i, mask=pending, other=0)
+    table = table_of(i, bounds_ptr, tables, pending, ONE)
+    hashes = hash_id(ids)
+    begin = i * 0
+    end = begin + count
+    if not ONE:
+        hashes = hashes ^ (table.to(tl.uint64) * 0x9E3779B97F4A7C15 >> 20)
+        begin = tl.load(bounds_ptr + table, mask=pending, other=0).to(tl.int32)
+        end = tl.load(bounds_ptr + table + 1, mask=pending, other=0).to(tl.int32)
+    cell = (hashes & last_cell.to(tl.uint64)).to(tl.int32)
+    nobody = tl.full([BLOCK], -1, tl.int32)
+    while tl.max(pending.to(tl.int32), axis=0) > 0:
+        owner = tl.load(cells_ptr + cell, mask=pending, other=0)
+        free = pending & (owner < 0)
+        if tl.max(free.to(tl.int32), axis=0) > 0:
+            place = tl.where(free, cells_ptr + cell, dummies_ptr + (i & 4095))
+            before = tl.atomic_cas(place, nobody, i, sem="relaxed")
+            owner = tl.where(free, tl.where(before < 0, i, before), owner)
+        other = tl.load(ids_ptr + owner, mask=pending, other=0)
+        same = pending & (other == ids) & (owner >= begin) & (owner < end)
+        tl.atomic_min(cells_ptr + cell, i, mask=same & (i < owner), sem="relaxed")
+        pending = pending & (same == 0)
+        cell = tl.where(pending, (cell + 1) & last_cell, cell)
+    tl.store(cell_of_ptr + i, cell, mask=inside)
+
+
+@kernel
+def first_kernel(count, cells_ptr, cell_of_ptr, first_ptr, BLOCK: tl.constexpr):
+    """first[i] = 1 where occurrence i is the first of its id, else 0."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    cell = tl.load(cell_of_ptr + i, mask=mask, other=0)
+    owner = tl.load(cells_ptr + cell, mask=mask, other=-1)
+    tl.store(first_ptr + i, (owner == i).to(tl.int32), mask=mask)
+
+
+@kernel
+def emit_kernel(
+    ids_ptr, bounds_ptr, count, tables, cells_ptr, cell_of_ptr, ranks_ptr, entry_of_ptr,
+    entry_ids_ptr, entry_first_ptr, entry_tables_ptr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Numbers entries by first occurrence (ranks: running count of first ones), per occurrence and
+    per entry."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    cell = tl.load(cell_of_ptr + i, mask=mask, other=0)
+    owner = tl.load(cells_ptr + cell, mask=mask, other=0)
+    entry = tl.load(ranks_ptr + owner, mask=mask, other=1) - 1
+    tl.store(entry_of_ptr + i, entry, mask=mask)
+    first = mask & (owner == i)
+    ids = tl.load(ids_ptr + i, mask=first, other=0)
+    tl.store(entry_ids_ptr + entry, ids, mask=first)
+    tl.store(entry_first_ptr + entry, i, mask=first)
+    if not ONE:
+        table = table_of(i, bounds_ptr, tables, mask, ONE)
+        tl.store(entry_tables_ptr + entry, table, mask=first)
+
+
+@kernel
+def spans_kernel(sorted_ptr, count, starts_ptr, BLOCK: tl.constexpr):
+    """starts[e] = where entry e begins among the occurrences that were sorted by entry."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    entry = tl.load(sorted_ptr + i, mask=mask, other=-1)
+    before = tl.load(sorted_ptr + i - 1, mask=mask & (i > 0), other=-1)
+    tl.store(starts_ptr + entry, i, mask=mask & (entry != before))
+
+
+@kernel
+def hot_kernel(
+    starts_ptr, count_ptr, hot_base_ptr, hot_entry_ptr, work_ptr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Entries with more than LIMIT occurrences: hot_entry lists their blocks of LIMIT, hot_base[e]
+    is the first of them, ``work`` counts the blocks."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < tl.load(count_ptr)
+    start = tl.load(starts_ptr + e, mask=mask, other=0)
+    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+    parts = tl.where(mask & (end - start > LIMIT), (end - start + LIMIT - 1) // LIMIT, 0)
+    total = tl.sum(parts, axis=0)
+    if total > 0:
+        base = tl.atomic_add(work_ptr, total, sem="relaxed") + tl.cumsum(parts, axis=0) - parts
+        tl.store(hot_base_ptr + e, base, mask=parts > 0)
+        k = 0
+        most = tl.max(parts, axis=0)
+        while k < most:
+            tl.store(hot_entry_ptr + base + k, e, mask=k < parts)
+            k += 1
+
+
+@kernel
+def counts_kernel(
+    starts_ptr, order_ptr, count_ptr, given_ptr, totals_ptr, BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr,
+):  # fmt: skip
+    """totals[e] = occurrences of entry e, or the sum of the counts given with them (stops at the
+    largest unsigned number)."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < tl.load(count_ptr)
+    start = tl.load(starts_ptr + e, mask=mask, other=0)
+    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+    if GIVEN:
+        total = tl.zeros([BLOCK], tl.uint64)
+        k = start
+        while tl.max((end - k), axis=0) > 0:
+            more = k < end
+            place = tl.load(order_ptr + k, mask=more, other=0)
+            value = tl.load(given_ptr + place, mask=more, other=0).to(tl.uint64)
+            added = total + value
+            total = tl.where(added < total, 0xFFFFFFFFFFFFFFFF, added)
+            k += 1
+        tl.store(totals_ptr + e, total.to(tl.int64), mask=mask)
+    else:
+        tl.store(totals_ptr + e, (end - start).to(tl.int64), mask=mask)

@@ -1,0 +1,820 @@
+"""Tables in the memory of a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dynamicemb.admission import ProbabilityAdmissionStrategy
+from dynamicemb.errors import (
+    InvalidArgumentError,
+    OutOfMemoryError,
+    UsageError,
+    check_integer,
+    wrong_type,
+    wrong_value,
+)
+from dynamicemb.kernels import find, initialize, rows
+from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
+from dynamicemb.kernels.layout import COUNTER_NAMES
+from dynamicemb.optimizers import Optimizer, OptimizerKind
+from dynamicemb.options import (
+    DynamicEmbCheckMode,
+    DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+)
+from dynamicemb.table import content
+from dynamicemb.table.base import (
+    Found,
+    Inserted,
+    Pooling,
+    Progress,
+    Rows,
+    Table,
+    TableStats,
+    Written,
+)
+from dynamicemb.table.cuda_batch import ELEMENTS, SLOT_REJECTED, Batch
+from dynamicemb.table.cuda_group import CudaTableGroup, bits
+from dynamicemb.table.cuda_layout import initializer_column, signed, to_device
+from dynamicemb.table.numbers import (
+    NO_EVICTION_STRATEGY,
+    initializer_numbers,
+    strategy_number,
+)
+
+#: Columns of a row at most: a row is one tile of a kernel.
+MAX_CUDA_DIM = 4096
+_SIZE, _FAILURES = COUNTER_NAMES.index("size"), COUNTER_NAMES.index("failures")
+
+
+class CudaTable(Table):
+    """A table in the memory of a GPU. See :class:`Table`; the results are those of a CPU table.
+
+    Everything runs on the current stream; a call on another stream than the one before waits for
+    that one first. Training and evaluation through a group do not wait for the device, but for an
+    admission strategy, near a growth, with ``safe_check_mode`` ERROR or WARNING and with
+    ``return_evicted``. Rows take memory for all slots of the present capacity; set
+    ``init_capacity`` to start small. While it grows, a table is in memory twice.
+    """
+
+    def __init__(
+        self,
+        options: DynamicEmbTableOptions,
+        *,
+        optimizer: Optimizer | None = None,
+        name: str = "table",
+        seed: int | None = None,
+        clock: Callable[[], int] | None = None,
+        device: torch.device | str = "cuda",
+        rowless: bool = False,
+    ) -> None:
+        super().__init__(options, optimizer=optimizer, name=name, seed=seed, clock=clock)
+        self._device = _checked_device(device)
+        check_integer("dim", self.dim, maximum=MAX_CUDA_DIM)
+        self.rowless = rowless
+        self.lock = threading.RLock()
+        self._width, self.buckets, self._max_buckets = self.bucket_layout_of(self.options)
+        self.max_slots = self._width * self._max_buckets
+        self.layout_version = 0
+        self.changes = 0  # whatever may have moved a row: batches, erasures, growth
+        self._wide_index: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._stream: Any = None
+        try:
+            self._allocate_index(self.buckets)
+            self._allocate_rows(self.buckets, self._optimizer)
+            self.counters = self._zeros(8, torch.int64)
+            self.next_number = self._zeros(1, torch.int64)
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"table {name!r}: {error}") from error
+        self._size_bound = 0  # rows at most, as far as the host knows
+        self._pending_size: tuple[torch.Tensor, Any, int] | None = None
+        self.admit_strategy = None
+        self.counter: CudaIdCounter | None = None
+        if self.options.admit_strategy is not None:
+            self.admit_strategy = self.options.admit_strategy.per_table()
+        if self.options.admission_counter is not None:
+            config = self.options.admission_counter
+            self.counter = CudaIdCounter(config.capacity, config.bucket_capacity, self._device)
+
+    # ---- memory ----
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=self._device)
+
+    def _index(self, buckets: int) -> dict[str, torch.Tensor | None]:
+        """An empty index: 17.2 bytes per slot of usual buckets, 8 more for the pair strategy."""
+        slots = buckets * self._width
+        return {
+            "digests": self._zeros(slots, torch.uint8),
+            "keys": self._zeros(slots, torch.int64),
+            "scores": self._zeros(slots, torch.int64),
+            "times": self._zeros(slots, torch.int64) if self.score_words == 2 else None,
+            "touched": self._zeros(blocks(slots, 32), torch.int32),
+            # The second half: where the victims of a bucket are listed.
+            "heads": torch.full((2 * buckets,), -1, dtype=torch.int32, device=self._device),
+        }
+
+    def _allocate_index(self, buckets: int) -> None:
+        for name, tensor in self._index(buckets).items():
+            setattr(self, name, tensor)
+
+    def _rows(self, buckets: int, optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = 0 if self.rowless else buckets * self._width
+        unit = 16 // self.dtype.itemsize
+        stride = -(-self.dim // unit) * unit
+        state = optimizer.state_dim(self.dim)
+        state_stride = state if state < 2 else -(-state // 4) * 4
+        return (
+            torch.empty(slots, stride, dtype=self.dtype, device=self._device),
+            torch.empty(slots, state_stride, dtype=torch.float32, device=self._device),
+        )
+
+    def _allocate_rows(self, buckets: int, optimizer: Optimizer) -> None:
+        self.rows, self.state = self._rows(buckets, optimizer)
+
+    digests: torch.Tensor
+    keys: torch.Tensor
+    scores: torch.Tensor
+    times: torch.Tensor | None
+    touched: torch.Tensor
+    heads: torch.Tensor
+
+    # ---- what a table is ----
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def capacity(self) -> int:
+        return self.buckets * self._width
+
+    @property
+    def bucket_capacity(self) -> int:
+        return self._width
+
+    def size(self) -> int:
+        return int(self.counters[_SIZE])
+
+    def stats(self) -> TableStats:
+        counts = dict(zip(COUNTER_NAMES, self.counters.tolist(), strict=True))
+        tensors = (
+            self.digests, self.keys, self.scores, self.times, self.touched, self.heads, self.rows,
+            self.state,
+        )  # fmt: skip
+        used = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        used += 0 if self.counter is None else self.counter.table.stats().bytes
+        return TableStats(
+            **counts, capacity=self.capacity, load_factor=counts["size"] / self.capacity, bytes=used
+        )
+
+    def reset_stats(self) -> None:
+        self.counters[:_SIZE] = 0
+
+    def enter(self) -> None:
+        """Called before work on the table: order it after work on another stream."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != current:
+                current.wait_stream(self._stream)
+            self._stream = current
+
+    def moved(self) -> None:
+        """The table's tensors were replaced, or its numbers changed."""
+        self.layout_version += 1
+
+    # ---- reading ----
+
+    def find(self, ids: torch.Tensor) -> Found:
+        ids = self.check_ids("ids", ids)
+        slots = self._find_slots(ids)
+        there = slots >= 0
+        places = slots.clamp(min=0).to(torch.int64)
+        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
+        self.gather(slots, embeddings, missing=True)
+        state = self.state.index_select(0, places)[:, : self.state_dim]
+        scores = self._scores(places)
+        return Found(
+            there,
+            embeddings,
+            torch.where(there[:, None], state, 0.0),
+            torch.where(there if scores.dim() == 1 else there[:, None], scores, 0),
+        )
+
+    def _scores(self, slots: torch.Tensor) -> torch.Tensor:
+        scores = self.scores.index_select(0, slots)
+        if self.times is None:
+            return scores
+        return torch.stack((self.times.index_select(0, slots), scores), dim=1)
+
+    def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._find_slots(self.check_ids("ids", ids)).to(torch.int64)
+
+    def _find_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            group = self.group
+            self.enter()
+            return group.find_slots(aligned(ids), None)
+
+    @property
+    def group(self) -> CudaTableGroup:
+        """This table alone as a group."""
+        if self._group is None:
+            self._group = CudaTableGroup([self])
+        return self._group
+
+    _group: CudaTableGroup | None = None
+
+    def wide_slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """int32: slots of ids in buckets too wide to scan, or -1. Waits for the device."""
+        if self._wide_index is None or self._wide_index[0] != self.changes:
+            slots = (self.digests != 0).nonzero().squeeze(1)
+            keys, order = torch.sort(self.keys[slots])
+            self._wide_index = self.changes, keys, slots[order]
+        _, keys, slots = self._wide_index
+        if len(keys) == 0:
+            return torch.full(ids.shape, -1, dtype=torch.int32, device=self._device)
+        at = torch.searchsorted(keys, ids).clamp_(max=len(keys) - 1)
+        return torch.where(keys[at] == ids, slots[at], -1).to(torch.int32)
+
+    def touched_slots(self) -> torch.Tensor:
+        """bool: which slots the running batch marked."""
+        bits = torch.arange(32, device=self._device, dtype=torch.int32)
+        return ((self.touched[:, None] >> bits) & 1).flatten()[: self.capacity].to(torch.bool)
+
+    def buckets_of(self, ids: torch.Tensor, buckets: int | None = None) -> torch.Tensor:
+        """int64: the bucket of each id."""
+        ids = aligned(ids.contiguous())
+        out = torch.empty(len(ids), dtype=torch.int64, device=self._device)
+        launch(
+            find.buckets_kernel,
+            blocks(len(ids), ELEMENTS),
+            (ids, len(ids), buckets or self.buckets, out),
+            (ELEMENTS,),
+            warps=8,
+            device=self._device,
+        )
+        return out
+
+    def gather(self, slots: torch.Tensor, out: torch.Tensor, *, missing: bool) -> None:
+        """out[i] = the embedding in slots[i] (int32); without a slot the missing value, or 0."""
+        self.group.gather(slots, out, missing=missing)
+
+    def export(
+        self,
+        *,
+        batch_size: int = 65536,
+        score_threshold: int | None = None,
+        changed_since: int | None = None,
+    ) -> Iterator[Rows]:
+        batch_size = check_integer("batch_size", batch_size, minimum=1)
+        if changed_since is not None:
+            raise self._no_changes()
+        threshold = None
+        if score_threshold is not None:
+            threshold = check_integer(
+                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
+            )
+        return self._export(batch_size, threshold)
+
+    def _export(self, batch_size: int, threshold: int | None) -> Iterator[Rows]:
+        with self.lock:
+            self.enter()
+            wanted = self.digests != 0
+            if threshold is not None:
+                words = self.scores if self.times is None else self.times
+                limit = signed(threshold) ^ -(2**63)
+                wanted &= (words ^ -(2**63)) >= limit
+            slots = wanted.nonzero().squeeze(1)
+        for part in slots.split(batch_size):
+            if len(part):
+                yield self.rows_of(part)
+
+    def rows_of(self, slots: torch.Tensor) -> Rows:
+        """Whole rows of occupied slots (int64)."""
+        embeddings = torch.empty(len(slots), self.dim, dtype=self.dtype, device=self._device)
+        with self.lock:
+            self.gather(slots.to(torch.int32), embeddings, missing=False)
+            state = self.state.index_select(0, slots)[:, : self.state_dim].contiguous()
+            return Rows(self.keys.index_select(0, slots), embeddings, state, self._scores(slots))
+
+    # ---- writing ----
+
+    def find_or_insert(
+        self,
+        ids: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+        return_evicted: bool = False,
+    ) -> Inserted:
+        ids = self.check_ids("ids", ids)
+        if counts is not None:
+            counts = self.check_counts(counts, len(ids))
+        with self.lock:
+            group = self.group
+            before = self.failures()
+            lookup = group.find_or_insert(
+                ids, (0, len(ids)), counts=counts, keep_evicted=return_evicted, check=False
+            )
+            embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
+            group.read(lookup, Pooling(DynamicEmbPoolingMode.NONE, self.dtype, (1,)), embeddings)
+            batch = lookup.batch
+            slots = batch.slots[batch.entry_of.to(torch.int64)].to(torch.int64)
+            slots = slots.masked_fill(slots <= SLOT_REJECTED, -2)
+            evicted = lookup.evicted
+            self.report_failures(before, len(ids), evicted)
+        return Inserted(embeddings, slots, evicted)
+
+    @property
+    def ignores_failures(self) -> bool:
+        return self.options.safe_check_mode is DynamicEmbCheckMode.IGNORE
+
+    def failures(self) -> torch.Tensor:
+        """How many ids failed so far, on the device."""
+        return self.counters[_FAILURES].clone()
+
+    def report_failures(self, before: torch.Tensor, ids: int, evicted: Rows | None = None) -> None:
+        """Obey ``safe_check_mode``; waits for the device unless it is IGNORE."""
+        if not self.ignores_failures:
+            self.check_failures(int(self.counters[_FAILURES] - before), ids, evicted)
+
+    def insert(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+        return_evicted: bool = False,
+    ) -> Written:
+        with self.lock:
+            before = self.failures()
+            batch, evicted = self._write(ids, embeddings, state, scores, return_evicted)
+            self.report_failures(before, batch.n, evicted)
+            return Written(self._written(batch), evicted)
+
+    def assign(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        with self.lock:
+            ids, embeddings, state, scores = self._checked_rows(ids, embeddings, state, scores)
+            self.enter()
+            layout = self.group.layout
+            layout.refresh()
+            batch = Batch(layout, aligned(ids), None)
+            batch.slots = batch.locate(None)
+            self._write_given(batch, embeddings, state, scores)
+            self.changes += 1
+            return self._written(batch)
+
+    def _checked_rows(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        ids = self.check_ids("ids", ids)
+        n = len(ids)
+        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
+        if state is not None:
+            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
+        if scores is not None:
+            scores = self.check_scores(scores, n)
+        return ids, embeddings, state, scores
+
+    def _write(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor | None,
+        keep_evicted: bool,
+    ) -> tuple[Batch, Rows | None]:
+        ids, embeddings, state, scores = self._checked_rows(ids, embeddings, state, scores)
+        group = self.group
+        score = (0, 0) if scores is not None else self.batch_score()
+        batch, evicted = group.insert_batch(
+            ids, None, [score], counts=None, codes=None, train=False, keep_evicted=keep_evicted
+        )
+        batch.initialize(embeddings=False)
+        self._write_given(batch, embeddings, state, scores)
+        if scores is None and strategy_number(self.options) == NO_EVICTION_STRATEGY and batch.n:
+            batch.number_rows(0)
+        return batch, evicted
+
+    def _write_given(
+        self,
+        batch: Batch,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor | None,
+    ) -> None:
+        """Write given rows to where the batch's entries are; of equal ids the last counts."""
+        if batch.n == 0:
+            return
+        (one,) = batch.layout.classes
+        stated = state is not None and self.state_dim > 0
+        launch(
+            rows.write_kernel,
+            blocks(batch.n, one.row_block),
+            (
+                batch.tables,
+                batch.count,
+                batch.slots,
+                batch.last(),
+                aligned(bits(embeddings)),
+                batch.ids if not stated else aligned(state),  # type: ignore[arg-type]
+                batch.ids if scores is None else aligned(scores),
+                batch.layout.meta,
+                1,
+            ),
+            (
+                one.dim,
+                one.columns,
+                one.stride,
+                one.type,
+                one.state_dim,
+                one.state_columns,
+                one.state_stride,
+                self.score_words,
+                one.row_block,
+                stated,
+                scores is not None,
+            ),
+            warps=4,
+            device=self._device,
+        )
+        if scores is not None and one.strategy == NO_EVICTION_STRATEGY:
+            # Given numbers: go on after the largest.
+            used = torch.arange(batch.n, device=self._device) < batch.count
+            there = used & (batch.slots >= 0)
+            stored = self.scores[batch.slots.clamp(min=0).to(torch.int64)]
+            after = torch.where(stored == -1, stored, stored + 1) ^ -(2**63)
+            most = torch.where(there, after, -(2**63)).max()
+            self.next_number = torch.maximum(self.next_number ^ -(2**63), most) ^ -(2**63)
+
+    def _written(self, batch: Batch) -> torch.Tensor:
+        return batch.slots[batch.entry_of.to(torch.int64)] >= 0
+
+    def erase(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = self.check_ids("ids", ids)
+        with self.lock:
+            self.enter()
+            layout = self.group.layout
+            layout.refresh()
+            batch = Batch(layout, aligned(ids), None)
+            if batch.n == 0:
+                return torch.zeros(0, dtype=torch.bool, device=self._device)
+            slots = batch.locate(None)
+            used = torch.arange(batch.n, device=self._device) < batch.count
+            there = used & (slots >= 0)
+            removed = torch.zeros(batch.n, dtype=torch.bool, device=self._device)
+            entries = there.nonzero().squeeze(1)
+            removed[batch.first[entries].to(torch.int64)] = True
+            gone = slots[entries].to(torch.int64)
+            self.digests[gone] = 0
+            self.scores[gone] = 0
+            self.counters[_SIZE] -= len(gone)
+            self.changes += 1
+            return removed
+
+    def clear(self) -> None:
+        with self.lock:
+            self.enter()
+            for tensor in (self.digests, self.keys, self.scores, self.times):
+                if tensor is not None:
+                    tensor.zero_()
+            self.counters[_SIZE] = 0
+            self.next_number.zero_()
+            self._size_bound, self._pending_size = 0, None
+            self.changes += 1
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        optimizer = self._checked_optimizer(optimizer)
+        with self.lock:
+            if optimizer.kind is not self._optimizer.kind:
+                self.enter()
+                try:
+                    _, state = self._rows(self.buckets, optimizer)
+                except torch.cuda.OutOfMemoryError as error:
+                    raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+                columns = optimizer.state_dim(self.dim)
+                state[:, :columns] = to_device(optimizer.initial_state(self.dim), self._device)
+                self.state = state
+                self.iteration = 0
+            self._optimizer = optimizer
+            self.moved()
+
+    def set_seed(self, seed: int) -> None:
+        """New rows follow another seed."""
+        self.seed = seed
+        self.moved()
+
+    # ---- growth ----
+
+    @property
+    def may_grow(self) -> bool:
+        return self.buckets < self._max_buckets and self.options.max_load_factor > 0
+
+    def _fits(self, rows: int, buckets: int) -> bool:
+        return rows <= self.options.max_load_factor * (buckets * self._width)
+
+    def growth_possible(self, incoming: int) -> bool:
+        """Whether ``incoming`` more rows might pass the load factor, as far as the host knows."""
+        if not self.may_grow:
+            return False
+        if self._fits(self._size_bound + incoming, self.buckets):
+            return False
+        self._refine_bound()
+        return not self._fits(self._size_bound + incoming, self.buckets)
+
+    def expect(self, incoming: int) -> None:
+        """A batch of at most ``incoming`` new rows was started: ask for the size, to be read when
+        it has arrived."""
+        if not self.may_grow:
+            return
+        self._size_bound += incoming
+        if self._pending_size is not None:
+            copy, event, since = self._pending_size
+            if event is None or not event.query():
+                self._pending_size = copy, event, since + incoming
+                return
+            self._refine_bound()
+        if self._device.type == "cuda":
+            copy = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+            copy.copy_(self.counters[_SIZE : _SIZE + 1], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._pending_size = copy, event, 0
+        else:
+            self._size_bound = self.size()
+
+    def _refine_bound(self) -> None:
+        if self._pending_size is not None:
+            copy, event, since = self._pending_size
+            if event.query():
+                self._size_bound = int(copy) + since
+                self._pending_size = None
+
+    def grow_for(self, incoming: int) -> bool:
+        """Grow so that ``incoming`` more ids stay under the load factor, as far as allowed."""
+        size = self.size()
+        self._size_bound, self._pending_size = size, None
+        if incoming == 0 or not self.may_grow or self._fits(size + incoming, self.buckets):
+            return False
+        buckets = self.buckets
+        while buckets < self._max_buckets and not self._fits(size + incoming, buckets):
+            buckets = min(2 * buckets, self._max_buckets)
+        return self._grow_to(buckets)
+
+    def reserve(self, rows: int) -> None:
+        rows = check_integer("rows", rows, minimum=0, maximum=2**63 - 1)
+        with self.lock:
+            self.enter()
+            self.grow_for(rows)
+
+    def _grow_to(self, buckets: int) -> bool:
+        """Ids are placed in the order of their old slots, each in the lowest free position. Growth
+        must not lose a row, so it does not happen if a bucket would overflow."""
+        old = (self.digests != 0).nonzero().squeeze(1)
+        bucket, order = torch.sort(self.buckets_of(self.keys[old], buckets), stable=True)
+        old = old[order]
+        position = torch.arange(len(old), device=self._device) - torch.searchsorted(bucket, bucket)
+        if len(old) and int(position.max()) >= self._width:
+            return False
+        new = bucket * self._width + position
+        try:
+            index = self._index(buckets)
+            moved = self._rows(buckets, self._optimizer)
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"table {self.name!r} could not grow to {buckets * self._width} slots: {error}"
+            ) from error
+        for name in ("digests", "keys", "scores", "times"):
+            to, source = index[name], getattr(self, name)
+            if to is not None:
+                to[new] = source[old]
+        for to, source in zip(moved, (self.rows, self.state), strict=True):
+            if not self.rowless:
+                to[new] = source[old]
+        for name, tensor in index.items():
+            setattr(self, name, tensor)
+        self.rows, self.state = moved
+        self.buckets = buckets
+        self.changes += 1
+        self.moved()
+        return True
+
+    # ---- admission ----
+
+    def decide(
+        self, ids: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ask the admission strategy about missing ids: (bool [n], rows of the rejected ones)."""
+        strategy = self.admit_strategy
+        assert strategy is not None
+        limit = 2**63 - 1
+        counts = torch.where(counts < 0, limit, counts)  # unsigned counts beyond int64
+        frequencies = counts
+        if self.counter is not None:
+            frequencies = counts + self.counter.counts(ids)
+        mask = strategy.admit(ids, frequencies)
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            raise wrong_type(
+                f"the result of {type(strategy).__name__}.admit", mask, "a tensor of bool"
+            )
+        if mask.shape != ids.shape:
+            raise wrong_value(
+                f"the shape of {type(strategy).__name__}.admit's result",
+                tuple(mask.shape),
+                str(tuple(ids.shape)),
+            )
+        mask = mask.to(self._device)
+        rejected = ids[~mask]
+        side = None
+        if strategy.writes_rejected_rows:
+            values = torch.zeros(len(rejected), self.dim, device=self._device)
+            strategy.initialize_non_admitted_embeddings(
+                values, torch.arange(len(rejected), device=self._device)
+            )
+            side = values.to(self.dtype)
+        elif len(rejected):
+            side = self._rejected_rows(rejected)
+        if self.counter is not None:  # after the strategy, which may have raised
+            self.counter.add(ids, counts)
+        return mask, side
+
+    def _rejected_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.admit_strategy is not None
+        args = self.admit_strategy.initializer_args or self.options.initializer_args
+        numbers = initializer_numbers(args)
+        out = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
+        one = self.group.layout.classes[0]
+        column = torch.tensor(initializer_column(numbers), dtype=torch.float32, device="cpu")
+        launch(
+            initialize.rows_kernel,
+            blocks(len(ids), one.row_block),
+            (
+                ids,
+                len(ids),
+                self.group.layout.meta,
+                to_device(column, self._device),
+                1,
+                bits(out),
+            ),
+            (one.dim, one.columns, one.type, int(numbers["mode"]), one.row_block),
+            warps=4,
+            device=self._device,
+        )
+        return out
+
+    def make_group(self, tables: Sequence[Table]) -> CudaTableGroup:
+        return CudaTableGroup([table for table in tables if isinstance(table, CudaTable)])
+
+    # ---- saving ----
+
+    def empty_rows(self, count: int) -> Rows:
+        """Uninitialised buffers for ``count`` rows."""
+        shape = (count,) if self.score_words == 1 else (count, 2)
+        return Rows(
+            torch.empty(count, dtype=torch.int64, device=self._device),
+            torch.empty(count, self.dim, dtype=self.dtype, device=self._device),
+            torch.empty(count, self.state_dim, dtype=torch.float32, device=self._device),
+            torch.empty(shape, dtype=torch.int64, device=self._device),
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return content.save(self)
+
+    def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
+        content.check(self, state, kind)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
+        return content.load(self, state)
+
+    def write_rows(
+        self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """Insert saved rows; those that do not fit are counted, not reported."""
+        with self.lock:
+            self._write(ids, embeddings, state, scores, False)
+
+    @property
+    def next_row_number(self) -> int:
+        return int(self.next_number) % 2**64
+
+    def progress(self) -> Progress:
+        strategy = self.admit_strategy
+        counted = isinstance(strategy, ProbabilityAdmissionStrategy)
+        return Progress(
+            step=self.step,
+            custom_score=self.custom_score,
+            iteration=self.iteration,
+            next_row_number=self.next_row_number,
+            admission_calls=strategy.calls if counted else 0,  # type: ignore[union-attr]
+            seed=self.seed,
+        )
+
+    def restore_progress(self, progress: Progress) -> None:
+        self.restore_scores(step=progress.step, custom_score=progress.custom_score)
+        self.iteration = progress.iteration
+        self.next_number.fill_(signed(progress.next_row_number))
+        self.set_seed(progress.seed)
+        if isinstance(self.admit_strategy, ProbabilityAdmissionStrategy):
+            self.admit_strategy.calls = progress.admission_calls
+
+    def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.counter is None else self.counter.export()
+
+    def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        ids = self.check_ids("ids", ids)
+        counts = self.check_counts(counts, len(ids))
+        if self.counter is not None:
+            self.counter.restore(ids, counts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickling and copying carry the rows along."""
+        settings = (self.options, self.optimizer, self.name, self.seed, self._clock_function)
+        return _restore_table, (*settings, str(self._device), self.state_dict())
+
+
+class CudaIdCounter:
+    """See :class:`dynamicemb.table.counter.IdCounter`."""
+
+    def __init__(self, capacity: int, bucket_capacity: int, device: torch.device) -> None:
+        options = DynamicEmbTableOptions(
+            dim=1,
+            max_capacity=capacity,
+            bucket_capacity=bucket_capacity,
+            max_load_factor=0.0,
+            score_strategy=DynamicEmbScoreStrategy.LFU,
+        )
+        self.table = CudaTable(options, name="counter", seed=0, device=device, rowless=True)
+
+    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Count distinct ids."""
+        self.table.group.insert_batch(
+            ids, None, [(0, 0)], counts=counts, codes=None, train=True, distinct=True
+        )
+
+    def counts(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n]: how often each id was counted."""
+        slots = self.table.find_slots(ids)
+        counted = self.table.scores[slots.clamp(min=0)]
+        return torch.where(slots >= 0, counted, 0)
+
+    def export(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, counts), both int64 [n]."""
+        slots = (self.table.digests != 0).nonzero().squeeze(1)
+        return self.table.keys[slots], self.table.scores[slots]
+
+    def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Start again from these counts."""
+        self.table.clear()
+        if len(ids):
+            self.add(ids.contiguous(), counts.contiguous())
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cpu" and INTERPRETED:
+        return device
+    if device.type != "cuda":
+        raise wrong_value("device", str(device), "'cuda', 'cuda:0', ...")
+    if not torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"device is {str(device)!r}, but torch sees no GPU; allowed: 'cpu'"
+        )
+    if INTERPRETED:
+        raise UsageError("TRITON_INTERPRET=1 is set: kernels run on CPU tensors only")
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _restore_table(
+    options: DynamicEmbTableOptions,
+    optimizer: Optimizer,
+    name: str,
+    seed: int,
+    clock: Callable[[], int],
+    device: str,
+    state: Mapping[str, torch.Tensor],
+) -> CudaTable:
+    table = CudaTable(
+        options, optimizer=optimizer, name=name, seed=seed, clock=clock, device=device
+    )
+    table.load_state_dict(state)
+    table.reset_stats()
+    return table

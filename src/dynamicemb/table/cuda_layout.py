@@ -1,0 +1,184 @@
+"""What the kernels need to know of the tables of a group, kept on their device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dynamicemb.kernels import layout as words
+from dynamicemb.kernels.dedup import DUMMIES
+from dynamicemb.kernels.launch import INTERPRETED, power_of_two
+from dynamicemb.optimizers import OptimizerKind
+from dynamicemb.table.numbers import TYPES, initializer_numbers, strategy_number
+
+if TYPE_CHECKING:
+    from dynamicemb.table.cuda import CudaTable
+
+#: Buckets wider than this are found by sorting their ids instead of by their digests.
+WIDEST_SCAN = 1024
+
+
+@dataclass(frozen=True)
+class TableClass:
+    """Tables whose rows have one shape and one treatment, so that one compiled kernel serves them.
+
+    A launch goes over all ids of a call and works on those of one class.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    fewest_buckets: int
+    width: int
+    strategy: int
+    dim: int
+    stride: int
+    type: int
+    mode: int
+    kind: int
+    state_dim: int
+    state_stride: int
+
+    @property
+    def wide(self) -> bool:
+        return self.width > WIDEST_SCAN
+
+    @property
+    def line(self) -> int:
+        """Digests that are read at a time."""
+        return next(line for line in (128, 64, 32, 16) if self.width % line == 0)
+
+    @property
+    def columns(self) -> int:
+        return max(16, power_of_two(self.dim))
+
+    @property
+    def state_columns(self) -> int:
+        return max(1, power_of_two(self.state_dim))
+
+    @property
+    def state_from(self) -> int:
+        """The first state column that starts at the optimizer's initial value."""
+        return self.dim if self.kind == OptimizerKind.FTRL else 0
+
+    @property
+    def row_block(self) -> int:
+        """Rows per program where whole rows are written."""
+        return max(1, (8192 if INTERPRETED else 2048) // max(self.columns, self.state_columns))
+
+
+class Layout:
+    """Addresses and numbers of the tables, one column per table (see ``kernels/layout.py``)."""
+
+    def __init__(self, owners: Sequence[CudaTable]) -> None:
+        self.owners = list(owners)
+        self.device = owners[0].device
+        self.tables = len(self.owners)
+        self.dummies = torch.zeros(DUMMIES, dtype=torch.int32, device=self.device)
+        self.batch_scores = torch.zeros(2, self.tables, dtype=torch.int64, device=self.device)
+        self._versions: list[int] = []
+        self.refresh()
+
+    @property
+    def one_class(self) -> bool:
+        return len(self.classes) == 1
+
+    def refresh(self) -> None:
+        """Follow tables that moved or changed since."""
+        versions = [table.layout_version for table in self.owners]
+        if versions == self._versions:
+            return
+        self._versions = versions
+        shapes: dict[Any, list[int]] = {}
+        for t, table in enumerate(self.owners):
+            shapes.setdefault(_shape(table), []).append(t)
+        self.classes = [
+            TableClass(
+                number,
+                tuple(members),
+                min(self.owners[t].buckets for t in members),
+                *shape,
+            )
+            for number, (shape, members) in enumerate(shapes.items())
+        ]
+        class_of = {t: one.number for one in self.classes for t in one.members}
+        integers = [_integers(table, class_of[t]) for t, table in enumerate(self.owners)]
+        floats = [_floats(table) for table in self.owners]
+        self.meta = to_device(
+            torch.tensor(integers, dtype=torch.int64, device="cpu").T.contiguous(), self.device
+        )
+        self.floats = to_device(
+            torch.tensor(floats, dtype=torch.float32, device="cpu").T.contiguous(), self.device
+        )
+        self.any_rows = any(one.dim > 0 for one in self.classes)
+
+    def set_scores(self, scores: Sequence[tuple[int, int]]) -> None:
+        """The scores that the next batch writes."""
+        values = [[signed(pair[word]) for pair in scores] for word in (0, 1)]
+        self.batch_scores = to_device(
+            torch.tensor(values, dtype=torch.int64, device="cpu"), self.device
+        )
+
+
+def signed(value: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small CPU tensor on ``device``, without waiting for the device."""
+    return tensor.to(device, non_blocking=True)
+
+
+def _shape(table: CudaTable) -> tuple[int, ...]:
+    numbers = initializer_numbers(table.options.initializer_args)
+    return (
+        table.bucket_capacity,
+        strategy_number(table.options),
+        0 if table.rowless else table.dim,
+        table.rows.shape[1],
+        TYPES[table.dtype],
+        int(numbers["mode"]),
+        int(table.optimizer.kind),
+        table.state_dim,
+        table.state.shape[1],
+    )
+
+
+def _integers(table: CudaTable, number: int) -> list[int]:
+    values = dict.fromkeys(range(words.INTEGERS), 0)
+    for key, tensor in (
+        (words.DIGESTS, table.digests),
+        (words.KEYS, table.keys),
+        (words.SCORES, table.scores),
+        (words.TIMES, table.times),
+        (words.TOUCHED, table.touched),
+        (words.HEADS, table.heads),
+        (words.ROWS, table.rows),
+        (words.STATE, table.state),
+        (words.COUNTERS, table.counters),
+    ):
+        values[key.value] = 0 if tensor is None else tensor.data_ptr()
+    values[words.BUCKETS.value] = table.buckets
+    values[words.SEED.value] = signed(table.seed)
+    values[words.CLASS.value] = number
+    return list(values.values())
+
+
+def _floats(table: CudaTable) -> list[float]:
+    numbers = initializer_numbers(table.options.initializer_args)
+    return initializer_column(
+        numbers,
+        missing=table.options.eval_initializer_args.value,
+        initial=table.optimizer.state_initial_value(),
+    )
+
+
+def initializer_column(
+    numbers: dict[str, float], *, missing: float = 0.0, initial: float = 0.0
+) -> list[float]:
+    """A table's column of the float array."""
+    names = ("value", "lower", "upper", "mean", "std_dev", "cdf_lower", "cdf_upper")
+    return [*(numbers[name] for name in names), missing, initial]

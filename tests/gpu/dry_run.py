@@ -1,0 +1,150 @@
+"""The kernels that real calls start, without a GPU: launches are written down, not carried out.
+
+Run in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
+from dynamicemb.options import (
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+)
+from dynamicemb.table.base import Pooling
+
+POINTERS = {
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the types of its arguments, its constants and its warps."""
+
+    function: Any
+    types: tuple[str, ...]
+    constants: tuple[Any, ...]
+    warps: int
+
+    @property
+    def name(self) -> str:
+        words = "-".join(str(int(c)) for c in self.constants)
+        return f"{self.function.fn.__name__}/{words}/{self.warps}"
+
+
+class Recorder:
+    """Stands in for the launcher."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Launch, None] = {}
+
+    def __call__(
+        self,
+        function: Any,
+        programs: int,
+        args: tuple[Any, ...],
+        constants: tuple[Any, ...] = (),
+        *,
+        warps: int = 4,
+        device: torch.device,
+    ) -> None:
+        types = tuple(POINTERS[a.dtype] if isinstance(a, torch.Tensor) else "i32" for a in args)
+        self.launches[Launch(function, types, constants, warps)] = None
+
+
+def record() -> list[Launch]:
+    """The launches of training and evaluation with the usual shapes, and with every optimizer,
+    initialiser, strategy, data type and pooling at least once."""
+    from dynamicemb.table import cuda, cuda_batch, cuda_group
+
+    recorder = Recorder()
+    for module in (cuda, cuda_batch, cuda_group):
+        module.launch = recorder  # type: ignore[attr-defined]
+    cuda._checked_device = torch.device  # type: ignore[assignment]
+    torch.manual_seed(1)
+    kinds = itertools.cycle(OptimizerKind)
+    modes = itertools.cycle(DynamicEmbInitializerMode)
+    strategies: Any = itertools.cycle(
+        [*DynamicEmbScoreStrategy, (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU)]
+    )
+    poolings = itertools.cycle(DynamicEmbPoolingMode)
+    plain = DynamicEmbScoreStrategy.TIMESTAMP
+    uniform = DynamicEmbInitializerMode.UNIFORM
+    cases = [
+        (128, torch.float32, 1, kind, uniform, plain, DynamicEmbPoolingMode.SUM)
+        for kind in (OptimizerKind.SGD, OptimizerKind.ADAM, OptimizerKind.ROWWISE_ADAGRAD)
+    ]
+    cases += [
+        (dim, dtype, tables, next(kinds), next(modes), next(strategies), next(poolings))
+        for dim in (8, 32, 64, 100, 128)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for tables in (1, 3)
+    ]
+    for dim, dtype, tables, kind, mode, strategy, pooling in cases:
+        _train(cuda, cuda_group, dim, dtype, tables, kind, mode, strategy, pooling)
+    return list(recorder.launches)
+
+
+def _train(
+    cuda: Any,
+    cuda_group: Any,
+    dim: int,
+    dtype: torch.dtype,
+    tables: int,
+    kind: OptimizerKind,
+    mode: DynamicEmbInitializerMode,
+    strategy: Any,
+    pooling_mode: DynamicEmbPoolingMode,
+) -> None:
+    options = DynamicEmbTableOptions(
+        dim=dim,
+        max_capacity=1 << 16,
+        embedding_dtype=dtype,
+        initializer_args=DynamicEmbInitializerArgs(mode=mode),
+        score_strategy=strategy,
+    )
+    args = OptimizerArgs(stochastic_rounding=True)
+    members = [
+        cuda.CudaTable(options, optimizer=Optimizer(kind, args), name=f"t{t}", seed=t, device="cpu")
+        for t in range(tables)
+    ]
+    if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
+        for table in members:
+            table.set_score(1)
+    group = cuda_group.CudaTableGroup(members)
+    n, features = 600, (1,) * tables
+    ids = torch.arange(n)
+    bounds = tuple(n * t // tables for t in range(tables + 1))
+    bags = 20 * tables
+    offsets = torch.arange(bags + 1) * (n // bags)
+    weighted = pooling_mode is DynamicEmbPoolingMode.SUM and tables > 1
+    pooling = Pooling(
+        pooling_mode,
+        torch.float32,
+        features,
+        batch_size=20,
+        offsets=offsets,
+        weights=torch.ones(n) if weighted else None,
+    )
+    shape = (20, dim * tables) if pooling.pooled else (n, dim)
+    out = torch.zeros(shape)
+    group.evaluate(ids, bounds, pooling, out)
+    lookup = group.find_or_insert(ids, bounds)
+    group.read(lookup, pooling, out)
+    group.update(lookup, pooling, out)
+    if weighted:
+        group.weight_gradient(lookup, pooling, out)

@@ -1,0 +1,85 @@
+"""CPU against CUDA on a GPU machine: equal bits, step by step, for every shape.
+
+    PYTHONPATH=src python tests/gpu/on_device.py [--steps N] [--seconds S] [NAME ...]
+
+Needs the C++ extension (tests/gpu/build_engine.sh). With ``--seconds``, random shapes until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from lives import SHAPES, Shape, live  # noqa: E402
+
+from dynamicemb.optimizers import OptimizerArgs, OptimizerKind  # noqa: E402
+from dynamicemb.table.cpu import CpuTable  # noqa: E402
+from dynamicemb.table.cuda import CudaTable  # noqa: E402
+
+MAKES = (CpuTable, partial(CudaTable, device="cuda"))
+
+
+def large(shape: Shape) -> Shape:
+    """The same with sizes that fill the GPU."""
+    factor = 100
+    return replace(
+        shape,
+        capacity=shape.capacity * factor,
+        width=128 if shape.width <= 128 else shape.width,
+        ids=shape.ids * factor,
+        spread=shape.spread * factor,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=list(SHAPES))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    args = parser.parse_args()
+    failures = 0
+    for name in args.names:
+        for size, shape in (("small", SHAPES[name]), ("large", large(SHAPES[name]))):
+            begin = time.perf_counter()
+            try:
+                live(shape, MAKES, args.steps)
+                outcome = "equal"
+            except Exception as error:
+                failures += 1
+                text = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+                outcome = f"DIFFERENT {text[-600:]}"
+            print(f"{name}, {size}: {outcome} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    generator = random.Random(1)
+    end = time.perf_counter() + args.seconds
+    lives = 0
+    while time.perf_counter() < end:
+        shape = replace(
+            generator.choice(list(SHAPES.values())),
+            ids=generator.choice((10, 100, 1000, 10000)),
+            spread=generator.choice((50, 5000, 50000)),
+            capacity=generator.choice((256, 4096, 65536)),
+            width=generator.choice((16, 64, 128)),
+            kind=generator.choice(list(OptimizerKind)),
+            args=OptimizerArgs(),
+        )
+        try:
+            live(shape, MAKES, 20, every=5)
+        except Exception as error:
+            failures += 1
+            print(f"{shape}: {str(error)[-600:]}", flush=True)
+        lives += 1
+    if args.seconds:
+        print(f"{lives} random lives")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
