@@ -20,7 +20,17 @@ if BACKEND == "interpreter":
 
     interpreter.use_for_all_tables()
 elif BACKEND == "cuda":
-    torch.set_default_device("cuda")
+    import on_cuda
+
+    on_cuda.use_for_everything()
+if BACKEND != "cpu":  # what is about the engine itself
+    collect_ignore = [
+        "cpp",
+        "table/test_instruction_sets.py",
+        "table/test_memory_errors.py",
+        "table/test_threads.py",
+        "test_engine_stub.py",
+    ]
 
 # No random choice differs between two runs; a failure is reproduced by running the test again.
 settings.register_profile(

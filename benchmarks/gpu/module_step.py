@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) ->
     torch.cuda.synchronize()
     result["train_ms"] = (time.perf_counter() - begin) * 10
     result["train_host_ms"] = queued * 10
+    result["kernels_us"] = kernels(train, 10)
     module.eval()
     with torch.no_grad():
         result["eval_ms"] = clock.time(forward, repeats=40, cold=False) / 1e3
@@ -108,6 +110,18 @@ def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) ->
         torch.cuda.synchronize()
         result["eval_throughput_ms"] = (time.perf_counter() - begin) * 10
     return result
+
+
+def kernels(step: Callable[[int], None], count: int) -> dict[str, float]:
+    """Microseconds per step of every kernel, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for i in range(count):
+            step(i)
+        torch.cuda.synchronize()
+    times = {
+        event.key[:60]: event.self_device_time_total / count for event in profile.key_averages()
+    }
+    return dict(sorted(times.items(), key=lambda item: -item[1])[:30])
 
 
 def run(clock: Clock) -> dict[str, Any]:

@@ -212,12 +212,6 @@ def update_kernel(
             )
         mask = mask & (slot >= 0)
         slot = slot.to(tl.int64)
-        clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
-        gradient = entry_gradient(
-            e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
-            bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
-            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, LIMIT,
-        )  # fmt: skip
         column = tl.arange(0, COLUMNS)
         inside = mask[:, None]
         if COLUMNS != DIM:
@@ -241,6 +235,13 @@ def update_kernel(
             scalar = tl.load(states, mask=mask, other=0.0)
         if KIND == PARTIAL_ROWWISE_ADAM:
             scalar = tl.load(states + DIM, mask=mask, other=0.0)
+        # Rows are on their way while gradients are looked up.
+        clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
+        gradient = entry_gradient(
+            e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
+            bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
+            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, LIMIT,
+        )  # fmt: skip
         weights, first, second, scalar = optimize(
             weights, first, second, scalar, gradient, steps_ptr, tables, table, mask, KIND,
             MAXIMIZE, DECAY, NESTEROV, DIM, BLOCK, COLUMNS,

@@ -83,7 +83,7 @@ class CudaTable(Table):
         self.layout_version = 0
         self.changes = 0  # whatever may have moved a row: batches, erasures, growth
         self._wide_index: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self._stream: Any = None
+        self.stream: int | None = None  # where the last work on the table is queued
         try:
             self._allocate_index(self.buckets)
             self._allocate_rows(self.buckets, self._optimizer)
@@ -179,10 +179,11 @@ class CudaTable(Table):
     def enter(self) -> None:
         """Called before work on the table: order it after work on another stream."""
         if self._device.type == "cuda":
-            current = torch.cuda.current_stream(self._device)
-            if self._stream is not None and self._stream != current:
-                current.wait_stream(self._stream)
-            self._stream = current
+            current = torch._C._cuda_getCurrentRawStream(self._device.index)
+            if self.stream not in (None, current):
+                before = torch.cuda.ExternalStream(self.stream, device=self._device)
+                torch.cuda.current_stream(self._device).wait_stream(before)
+            self.stream = current
 
     def moved(self) -> None:
         """The table's tensors were replaced, or its numbers changed."""

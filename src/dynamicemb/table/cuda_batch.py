@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LANES = 256 if INTERPRETED else 32
 ELEMENTS = 256
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
-CROWDED = 64
+CROWDED = 128
 PERSISTENT = 2 if INTERPRETED else 132 * 16
 
 SLOT_FAILED, SLOT_GONE, SLOT_REJECTED = FAILED.value, GONE.value, REJECTED.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -53,19 +54,32 @@ class CudaTableGroup(TableGroup):
         self.layout = Layout(self.tables)
         self.device = self.layout.device
         self._features: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._in_lock_order = sorted(self.tables, key=id)
+        self._inside = 0  # the thread that holds the locks through this group
 
     @contextmanager
     def _entered(self) -> Iterator[Layout]:
         """The tables locked and in order with this stream, and their layout as it is now."""
+        if self._inside == threading.get_ident():
+            yield self.layout
+            return
         with ExitStack() as stack:
-            for table in sorted(self.tables, key=id):
+            for table in self._in_lock_order:
                 stack.enter_context(table.lock)
-            for table in self.tables:
-                table.enter()
+            self._inside = threading.get_ident()
+            stack.callback(self._leave)
             if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
+                if torch.cuda.current_device() != self.device.index:
+                    stack.enter_context(torch.cuda.device(self.device))
+                stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+                for table in self.tables:
+                    if table.stream != stream:
+                        table.enter()
             self.layout.refresh()
             yield self.layout
+
+    def _leave(self) -> None:
+        self._inside = 0
 
     def _bounds(self, bounds: Bounds | None) -> torch.Tensor | None:
         if len(self.tables) == 1 or bounds is None:
@@ -494,11 +508,19 @@ class CudaTableGroup(TableGroup):
     def _steps(self, clamp: bool) -> torch.Tensor:
         """The numbers of every table's optimizer step, by their bits."""
         values = np.zeros((STEP_NUMBERS, len(self.tables)), dtype=np.int32)
+        before = None
         for t, table in enumerate(self.tables):
-            numbers = table.optimizer.numbers(max(table.iteration, 1))
-            column = np.array([numbers[name] for name in STEP_NAMES], dtype=np.float32)
-            values[:-1, t] = column.view(np.int32)
-            values[-1, t] = numbers["step"]
+            if before is None or (table.iteration, table.optimizer) != (
+                before.iteration,
+                before.optimizer,
+            ):
+                numbers = table.optimizer.numbers(max(table.iteration, 1))
+                column = np.array([numbers[name] for name in STEP_NAMES], dtype=np.float32)
+                values[:-1, t] = column.view(np.int32)
+                values[-1, t] = numbers["step"]
+            else:  # the tables of a module mostly agree
+                values[:, t] = values[:, t - 1]
+            before = table
         return to_device(torch.from_numpy(values), self.device)
 
     def weight_gradient(
