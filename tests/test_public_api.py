@@ -20,6 +20,7 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     KVCounter,
     OptimizerArgs,
+    dcp,
     exchange,
     incremental_dump,
     serving,
@@ -343,6 +344,16 @@ def test_serving() -> None:
         "missing": "0.0",
         "verify": "False",
         "preload": "False",
+    }
+
+
+def test_dcp() -> None:
+    assert set(dcp.__all__) == {"DynamicTables", "dense_state_dict"}
+    assert defaults(dcp.DynamicTables) == {
+        "model": "",
+        "saved_in": "None",
+        "pg": "None",
+        "name": "tables",
     }
 
 

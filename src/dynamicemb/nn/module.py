@@ -309,7 +309,7 @@ class DynamicModule(nn.Module, ABC):
             return
         for table in self.tables:
             if table.name in contents:
-                self._load_table(table, contents[table.name])
+                self.load_table(table, contents[table.name])
         self._pending.clear()
 
     def _problem(self, table: Table, content: Mapping[str, torch.Tensor]) -> str | None:
@@ -322,7 +322,8 @@ class DynamicModule(nn.Module, ABC):
             return f"table {table.name!r}: {error}"
         return None
 
-    def _load_table(self, table: Table, content: Mapping[str, torch.Tensor]) -> None:
+    def load_table(self, table: Table, content: Mapping[str, torch.Tensor]) -> None:
+        """Replace a table's rows by content that was checked, with the optimizer it belongs to."""
         kind = optimizer_kind(content)
         if kind is not table.optimizer.kind:
             table.set_optimizer(Optimizer(kind, OptimizerArgs()))
