@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +34,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
         for process in processes:
             process.start()
         try:
-            answers = dict(pickle.loads(results.get(timeout=TIMEOUT_S)) for _ in processes)
+            answers = _answers(results, processes)
         finally:
             for process in processes:
                 process.join(30)
@@ -41,6 +43,21 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
     problems = [text for ok, text in answers.values() if not ok]
     assert not problems, "\n".join(problems)
     return [answers[rank][1] for rank in range(world_size)]
+
+
+def _answers(results: Any, processes: list[Any]) -> dict[int, tuple[bool, Any]]:
+    answers: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(answers) < len(processes):
+        dead = {rank for rank, one in enumerate(processes) if one.exitcode not in (None, 0)}
+        try:
+            rank, answer = pickle.loads(results.get(timeout=1))
+            answers[rank] = answer
+        except queue.Empty:
+            for rank in dead - answers.keys():
+                answers[rank] = (False, f"rank {rank} died: {processes[rank].exitcode}")
+            assert time.monotonic() < deadline, "the ranks do not answer"
+    return answers
 
 
 def _rank(

@@ -103,7 +103,8 @@ class DynamicTables:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put what was saved in the place of what the tables hold: all of them, or, if it is not
         complete or does not fit, none, on every rank."""
-        contents = self._ranks.together(lambda: self._contents(state_dict))[self._ranks.rank]
+        contents: list[dict[str, torch.Tensor]] = []
+        self._ranks.together(lambda: contents.extend(self._contents(state_dict)))
         for (_, _, module, table), content in zip(self._tables(), contents, strict=True):
             module.load_table(table, content)
 

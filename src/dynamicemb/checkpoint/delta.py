@@ -99,7 +99,8 @@ def dump_delta(
     if not links:
         flags = DumpFlags(optim, counter, True, compact, True)
         return _write(path, everything, flags, ranks, None, removal_limit, progress)
-    chosen = ranks.together(lambda: _at_end(path, everything, links))[ranks.rank]
+    chosen: list[Chosen] = []
+    ranks.together(lambda: chosen.extend(_at_end(path, everything, links)))
     first = next(
         iter(
             table for one in links[0].manifest.collections.values() for table in one.tables.values()
@@ -132,8 +133,9 @@ def apply_delta(
         return target.apply_delta(path)
     ranks = Ranks(pg)
     path = checked_path(path)
-    links = ranks.together(lambda: read_chain(path))[ranks.rank]
     everything = _tables(target, None)
+    links: list[ChainLink] = []
+    ranks.together(lambda: links.extend(read_chain(path)))
     wanted = {
         (where, name) for where, one in links[0].manifest.collections.items() for name in one.tables
     }
@@ -142,8 +144,8 @@ def apply_delta(
         raise CheckpointError(f"the model has none of the tables of the chain in {path!r}")
     base = links[0].id
     begin = min(
-        ranks.gather(min(_first_new(one.table, links) for one in chosen)),
-    )
+        ranks.together(lambda: (min(_first_new(one.table, links) for one in chosen), links[-1].id))
+    )[0]
     if begin == len(links):
         return 0
     loadings = [Loading(link.path, ranks, _wishes(link, links), progress) for link in links[begin:]]
