@@ -74,11 +74,21 @@ class Net(nn.Module):
             self.collection = EmbeddingCollection(tables=tables, device=torch.device("meta"))
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        out = self.collection(features)
-        parts = [(key, out[key]) for key in sorted(out.keys())]
-        if not self.bags:
-            parts = [(key, _summed(jagged, features.stride())) for key, jagged in parts]
-        return example_loss(parts, features.stride())
+        return loss_of(self.collection(features), features, self.bags)
+
+
+def loss_of(out: Any, features: KeyedJaggedTensor, bags: bool) -> torch.Tensor:
+    """The loss of a collection's output."""
+    examples = features.stride()
+    if features.variable_stride_per_key():
+        examples = features.inverse_indices()[1].shape[1]
+    parts = [(key, out[key]) for key in sorted(out.keys())]
+    if not bags:
+        parts = [(key, _summed(jagged, examples)) for key, jagged in parts]
+    return example_loss(parts, examples)
+
+
+torch.fx.wrap("loss_of")  # train pipelines trace a model
 
 
 def _summed(jagged: JaggedTensor, examples: int) -> torch.Tensor:
