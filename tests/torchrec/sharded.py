@@ -63,15 +63,15 @@ def configs(bags: bool, pooling: Mapping[str, PoolingType] | None = None) -> lis
 class Net(nn.Module):
     """A collection and a loss that weighs every output element differently."""
 
-    def __init__(self, tables: list[Any], *, weighted: bool = False) -> None:
+    def __init__(self, tables: list[Any], *, weighted: bool = False, device: str = "meta") -> None:
         super().__init__()
         self.bags = isinstance(tables[0], EmbeddingBagConfig)
         if self.bags:
             self.collection: nn.Module = EmbeddingBagCollection(
-                tables=tables, device=torch.device("meta"), is_weighted=weighted
+                tables=tables, device=torch.device(device), is_weighted=weighted
             )
         else:
-            self.collection = EmbeddingCollection(tables=tables, device=torch.device("meta"))
+            self.collection = EmbeddingCollection(tables=tables, device=torch.device(device))
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         return loss_of(self.collection(features), features, self.bags)
@@ -220,7 +220,9 @@ def dynamic_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = planner.collective_plan(net, sharders, pg)
-    return DistributedModelParallel(net, device=CPU, plan=plan, sharders=sharders)
+    model = DistributedModelParallel(net, device=CPU, plan=plan, sharders=sharders)
+    model.sharders = sharders
+    return model
 
 
 def dynamic_tables(model: DistributedModelParallel) -> dict[str, Table]:

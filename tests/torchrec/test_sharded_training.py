@@ -1,0 +1,586 @@
+"""Sharded dynamic tables: what must hold for any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from ranks import Ranks
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.streamable import Pipelineable
+
+from dynamicemb import (
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    FrequencyAdmissionStrategy,
+    KVCounter,
+)
+from dynamicemb.nn.discovery import find_collections
+from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
+from torchrec import KeyedJaggedTensor
+
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.3}
+BATCH = 12
+
+
+def wide(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same features with ids all over the 64-bit range."""
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=wide_ids(features.values()),
+        lengths=features.lengths(),
+        weights=features.weights_or_none(),
+        stride=features.stride(),
+    )
+
+
+def wide_ids(ids: torch.Tensor) -> torch.Tensor:
+    special = torch.tensor([0, -1, -2, -3, -4, -(2**63), 2**63 - 1, 2**31])
+    spread = ids * -7046029254386353131  # odd: different ids stay different
+    return torch.where(ids < len(special), special[ids.clamp(max=len(special) - 1)], spread)
+
+
+# ---- W ranks are one rank ----
+
+
+def trained_rows(
+    rank: int, world_size: int, *, bags: bool, dist_types: list[str], dedup: bool
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(100 + rank)  # new rows must follow the first rank's seed
+    options = {
+        name: DynamicEmbTableOptions(dist_type=one)
+        for name, one in zip(sharded.FEATURES, dist_types, strict=True)
+    }
+    net = sharded.Net(sharded.configs(bags))
+    torch.manual_seed(5 if rank == 0 else rank)
+    model = sharded.dynamic_model(net, SGD, world_size, dedup=dedup, options=options)
+    sizes = sharded.even(BATCH, world_size)
+    batches = [sharded.share(wide(sharded.batch(s, BATCH)), sizes, rank) for s in range(10)]
+    losses = torch.stack(sharded.train(model, batches))
+    rows = sharded.dynamic_rows(model, wide_ids(torch.arange(sharded.ROWS)))
+    # The same tensors for every sender: results travel to the parent as numbers.
+    return {"losses": losses, **rows}
+
+
+@pytest.mark.parametrize(
+    ("bags", "dist_types", "dedup"),
+    [
+        (False, ["roundrobin", "roundrobin"], False),
+        (False, ["hash_roundrobin", "continuous"], True),
+        (True, ["continuous", "hash_roundrobin"], False),
+    ],
+)
+def test_any_number_of_ranks_gives_the_same_tables(
+    ranks: Ranks, bags: bool, dist_types: list[str], dedup: bool
+) -> None:
+    results = {
+        world_size: ranks.run(
+            world_size, trained_rows, bags=bags, dist_types=dist_types, dedup=dedup
+        )
+        for world_size in (1, 2, 4)
+    }
+    one = results[1][0]
+    assert one["users"].abs().sum() > 0
+    for world_size in (2, 4):
+        for of_rank in results[world_size]:
+            torch.testing.assert_close(of_rank, one, rtol=1e-6, atol=1e-6)
+
+
+def adam(rank: int, world_size: int) -> None:
+    tables = sharded.configs(False)
+    start = sharded.rows_at_start(tables)
+    sizes = sharded.even(BATCH, world_size)
+    # Every id in every batch, so that a dense optimizer does the same.
+    whole = [sharded.batch(step, BATCH, longest=40, high=16) for step in range(20)]
+    numbers = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6}
+    model = sharded.dynamic_model(
+        sharded.Net(tables),
+        {"optimizer": EmbOptimType.ADAM, **numbers},
+        world_size,
+        dedup=True,
+    )
+    sharded.insert_owned(model, start)
+    losses = sharded.train(model, [sharded.share(one, sizes, rank) for one in whole])
+    dense = sharded.Net(tables)
+    dense.collection.to_empty(device="cpu")
+    for name, rows in start.items():
+        dense.collection.embeddings[name].weight.data.copy_(rows)
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.05, betas=(0.8, 0.95), eps=1e-6)
+    expected = []
+    for one in whole:
+        optimizer.zero_grad()
+        loss = dense(one)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    rows = sharded.dynamic_rows(model, torch.arange(16))
+    for name in start:
+        weight = dense.collection.embeddings[name].weight[:16]
+        torch.testing.assert_close(rows[name], weight.detach(), rtol=1e-5, atol=2e-6)
+
+
+def test_adam_equals_a_dense_reference(ranks: Ranks) -> None:
+    ranks.run(2, adam)
+
+
+# ---- counts ----
+
+
+def counted(rank: int, world_size: int, *, bags: bool, dedup: bool) -> None:
+    tables = sharded.configs(bags)
+    options = {
+        "users": DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy.LFU),
+        "goods": DynamicEmbTableOptions(
+            admit_strategy=FrequencyAdmissionStrategy(threshold=30),
+            admission_counter=KVCounter(capacity=1024),
+        ),
+    }
+    model = sharded.dynamic_model(
+        sharded.Net(tables), SGD, world_size, dedup=dedup, options=options
+    )
+    whole = [sharded.batch(step, BATCH) for step in range(8)]
+    sizes = sharded.even(BATCH, world_size)
+    sharded.train(model, [sharded.share(one, sizes, rank) for one in whole])
+    seen = {}
+    for name, features in sharded.FEATURES.items():
+        ids = [one[feature].values() for one in whole for feature in features]
+        seen[name] = torch.bincount(torch.cat(ids), minlength=sharded.ROWS)
+    own = sharded.dynamic_tables(model)
+    ids = torch.arange(sharded.ROWS)
+    found = own["users"].find(ids)
+    scores = torch.where(found.found, found.scores, torch.zeros((), dtype=torch.int64))
+    dist.all_reduce(scores)
+    assert torch.equal(scores, seen["users"])
+    stored = own["goods"].contains(ids).long()
+    dist.all_reduce(stored)
+    assert torch.equal(stored.bool(), seen["goods"] >= 30)
+    assert stored.any()
+    assert not stored.all()
+
+
+def test_frequencies_and_admission_are_exact(ranks: Ranks) -> None:
+    for bags, dedup in ((False, False), (False, True), (True, False)):
+        ranks.run(2, counted, bags=bags, dedup=dedup)
+
+
+# ---- mixtures ----
+
+
+def mixed(rank: int, world_size: int, *, bags: bool) -> None:
+    """One table static, one dynamic, against both static; each with an optimizer of its own."""
+    tables = sharded.configs(bags)
+    start = sharded.rows_at_start(tables)
+    sizes = sharded.even(BATCH, world_size)
+    batches = [sharded.share(sharded.batch(step, BATCH), sizes, rank) for step in range(10)]
+
+    def net() -> sharded.Net:
+        made = sharded.Net(tables)
+        collection: Any = made.collection
+        modules = collection.embedding_bags if bags else collection.embeddings
+        _apply_optimizer_in_backward(
+            torch.optim.Adagrad, [modules["users"].weight], {"lr": 0.2, "eps": 1e-6}
+        )
+        _apply_optimizer_in_backward(RowWiseAdagrad, [modules["goods"].weight], {"lr": 0.1})
+        return made
+
+    static = sharded.static_model(net(), {}, world_size)
+    sharded.set_static(static, start)
+    expected = sharded.train(static, batches)
+    expected_rows = sharded.static_rows(static)
+    for dynamic in ("users", "goods", "both"):
+        names = [one for one in sharded.FEATURES if dynamic not in (one, "both")]
+        for dedup in (False,) if bags else (False, True):
+            model = sharded.dynamic_model(net(), {}, world_size, static=names, dedup=dedup)
+            sharded.insert_owned(model, start)
+            for key, value in model.state_dict().items():
+                table = key.split(".")[-2]
+                if table not in names:
+                    assert value.shape == (0, start[table].shape[1])
+                elif hasattr(value, "local_shards"):
+                    for shard in value.local_shards():
+                        rows, columns = shard.metadata.shard_offsets
+                        size = shard.metadata.shard_sizes
+                        part = start[table][rows : rows + size[0], columns : columns + size[1]]
+                        shard.tensor.copy_(part)
+                else:
+                    value.copy_(start[table])
+            losses = sharded.train(model, batches)
+            if "data_parallel" not in str(model.plan):  # DDP leaves those to a dense optimizer
+                torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+            rows = sharded.dynamic_rows(model, torch.arange(sharded.ROWS))
+            if "data_parallel" not in str(model.plan):
+                for name, found in rows.items():
+                    torch.testing.assert_close(found, expected_rows[name], rtol=1e-6, atol=1e-6)
+
+
+def test_static_and_dynamic_tables_in_one_collection(ranks: Ranks) -> None:
+    ranks.run(2, mixed, bags=False)
+    ranks.run(2, mixed, bags=True)
+
+
+# ---- optimizers ----
+
+
+def scheduled(rank: int, world_size: int) -> None:
+    tables = sharded.configs(False)
+    start = sharded.rows_at_start(tables)
+    sizes = sharded.even(BATCH, world_size)
+    batches = [sharded.share(sharded.batch(step, BATCH), sizes, rank) for step in range(9)]
+    results = []
+    for kind in ("static", "dynamic"):
+        net = sharded.Net(tables)
+        if kind == "static":
+            model = sharded.static_model(net, SGD, world_size)
+            sharded.set_static(model, start)
+        else:
+            model = sharded.dynamic_model(net, SGD, world_size)
+            sharded.insert_owned(model, start)
+        assert dict(in_backward_optimizer_filter(model.named_parameters())) == {}
+        dense = KeyedOptimizerWrapper(
+            {"dense": nn.Parameter(torch.zeros(1))}, lambda params: torch.optim.SGD(params, lr=0.1)
+        )
+        optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        losses = []
+        for one in batches:
+            optimizer.zero_grad()
+            loss = model(one)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.detach())
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        results.append(losses)
+    torch.testing.assert_close(results[1], results[0], rtol=2e-6, atol=1e-6)
+    rate = sharded.dynamic_tables(model)["users"].optimizer.args.learning_rate
+    assert rate == pytest.approx(0.3 * 0.5**4)
+
+
+def test_learning_rate_schedulers_act(ranks: Ranks) -> None:
+    ranks.run(1, scheduled)
+
+
+# ---- pipelines ----
+
+
+@dataclass
+class Batch(Pipelineable):
+    features: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(self.features.to(device=device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: Any) -> None:
+        self.features.record_stream(stream)
+
+    def pin_memory(self) -> Batch:
+        return Batch(self.features.pin_memory())
+
+
+class Piped(nn.Module):
+    """The model in the shape that train pipelines want."""
+
+    def __init__(self, net: sharded.Net) -> None:
+        super().__init__()
+        self.collection = net.collection
+        self.bags = net.bags
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = sharded.loss_of(self.collection(batch.features), batch.features, self.bags)
+        return loss, loss.detach()
+
+
+def prefetching(model: DistributedModelParallel, batches: list[Batch]) -> list[torch.Tensor]:
+    """Training in the order of TorchRec's prefetch pipeline, which itself needs CUDA streams: rows
+    of the next batch are prefetched after the forward and before the backward of this one."""
+    collection = model.module.collection
+    bags = model.module.bags
+
+    def start(one: Batch) -> tuple[Batch, Any, Any]:
+        context = collection.create_context()
+        given = collection.input_dist(context, one.features).wait().wait()
+        collection.prefetch(dist_input=given, ctx=context)
+        return one, context, given
+
+    losses = []
+    ready = start(batches[0])
+    for after in [*batches[1:], None]:
+        one, context, given = ready
+        out = collection.compute_and_output_dist(context, given)
+        loss = sharded.loss_of(out, one.features, bags)
+        if after is not None:
+            ready = start(after)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def piped(rank: int, world_size: int, *, bags: bool, dedup: bool) -> None:
+    tables = sharded.configs(bags)
+    sizes = sharded.even(BATCH, world_size)
+    batches = [
+        Batch(sharded.share(wide(sharded.batch(step, BATCH)), sizes, rank)) for step in range(8)
+    ]
+    options = {
+        "users": DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy.LFU),
+        "goods": DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy.STEP),
+    }
+    results = []
+    for pipeline in ("none", "sparse_dist", "prefetch"):
+        torch.manual_seed(3)
+        model = sharded.dynamic_model(
+            Piped(sharded.Net(tables)), SGD, world_size, dedup=dedup, options=options
+        )
+        losses = []
+        if pipeline == "prefetch":
+            losses = prefetching(model, batches)
+        elif pipeline == "sparse_dist":
+            running = TrainPipelineSparseDist(model, model.fused_optimizer, sharded.CPU)
+            stream = iter(batches)
+            losses = [running.progress(stream) for _ in batches]
+        else:
+            for one in batches:
+                loss, _ = model(one)
+                loss.backward()
+                losses.append(loss.detach())
+        rows = sharded.dynamic_rows(model, wide_ids(torch.arange(sharded.ROWS)))
+        users = sharded.dynamic_tables(model)["users"]
+        scores = users.find(wide_ids(torch.arange(sharded.ROWS))).scores
+        results.append((losses, rows, scores))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+def test_train_pipelines_give_the_same_losses(ranks: Ranks) -> None:
+    ranks.run(2, piped, bags=False, dedup=True)
+    ranks.run(2, piped, bags=True, dedup=False)
+
+
+# ---- batches of every shape ----
+
+
+def unequal(rank: int, world_size: int, *, bags: bool) -> None:
+    """Ranks without an id and batches of different sizes, against TorchRec's own tables."""
+    tables = sharded.configs(bags)
+    start = sharded.rows_at_start(tables)
+    shapes = [[6, 6], [5, 5], [4, 4], [4, 4]]
+    if not bags:  # TorchRec's pooled tables over gloo need one size on all ranks
+        shapes[:2] = [[7, 5], [1, 11]]
+    without_ids = [[], [], [1], [0, 1]]
+    batches = []
+    for step, (sizes, empty) in enumerate(zip(shapes, without_ids, strict=True)):
+        one = sharded.share(sharded.batch(step, sum(sizes)), sizes, rank)
+        if rank in empty:  # as a data loader may make it: with other element types
+            one = KeyedJaggedTensor(
+                keys=one.keys(),
+                values=torch.empty(0, dtype=torch.int32),
+                lengths=torch.zeros(len(one.lengths()), dtype=torch.int32),
+                stride=sizes[rank],
+            )
+        batches.append(one)
+    static = sharded.static_model(sharded.Net(tables), SGD, world_size)
+    sharded.set_static(static, start)
+    plain = [
+        KeyedJaggedTensor(
+            keys=one.keys(),
+            values=one.values().to(torch.int64),
+            lengths=one.lengths().to(torch.int64),
+            stride=one.stride(),
+        )
+        for one in batches
+    ]
+    expected = sharded.train(static, plain)
+    expected_rows = sharded.static_rows(static)
+    for dedup in (False,) if bags else (False, True):
+        model = sharded.dynamic_model(sharded.Net(tables), SGD, world_size, dedup=dedup)
+        sharded.insert_owned(model, start)
+        losses = sharded.train(model, batches)
+        torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+        rows = sharded.dynamic_rows(model, torch.arange(sharded.ROWS))
+        torch.testing.assert_close(rows, expected_rows, rtol=1e-6, atol=1e-6)
+
+
+def test_ranks_without_ids_and_of_different_sizes(ranks: Ranks) -> None:
+    ranks.run(2, unequal, bags=False)
+    ranks.run(2, unequal, bags=True)
+
+
+def ragged(step: int, rank: int, examples: int) -> KeyedJaggedTensor:
+    """A batch whose features repeat examples: each has distinct ones and where they go. Ranks have
+    the same number, as TorchRec needs over gloo."""
+    strides = [[(3 * step + number) % 4 + 1] for number in range(len(sharded.KEYS))]
+    generator = torch.Generator().manual_seed(31 * step + rank)
+    lengths = torch.randint(0, 4, (sum(s[0] for s in strides),), generator=generator)
+    inverse = torch.stack(
+        [torch.randint(0, s[0], (examples,), generator=generator) for s in strides]
+    )
+    return KeyedJaggedTensor(
+        keys=sharded.KEYS,
+        values=torch.randint(0, sharded.ROWS, (int(lengths.sum()),), generator=generator),
+        lengths=lengths,
+        stride_per_key_per_rank=strides,
+        inverse_indices=(sharded.KEYS, inverse),
+    )
+
+
+def plain(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same batch with every example written out."""
+    examples = features.inverse_indices()[1].shape[1]
+    values, lengths = [], []
+    for key, inverse in zip(features.keys(), features.inverse_indices()[1], strict=True):
+        parts = features[key].values().split(features[key].lengths().tolist())
+        values.extend(parts[one] for one in inverse.tolist())
+        lengths.append(features[key].lengths()[inverse])
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        stride=examples,
+    )
+
+
+def variable(rank: int, world_size: int, *, bags: bool) -> None:
+    mean = sharded.PoolingType.MEAN
+    tables = sharded.configs(bags, {"users": mean, "goods": mean})
+    start = sharded.rows_at_start(tables)
+    batches = [ragged(step, rank, 6) for step in range(6)]
+    static = sharded.static_model(sharded.Net(tables), SGD, world_size)
+    sharded.set_static(static, start)
+    expected = sharded.train(static, batches)
+    expected_rows = sharded.static_rows(static)
+    model = sharded.dynamic_model(sharded.Net(tables), SGD, world_size)
+    sharded.insert_owned(model, start)
+    losses = sharded.train(model, batches)
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    rows = sharded.dynamic_rows(model, torch.arange(sharded.ROWS))
+    torch.testing.assert_close(rows, expected_rows, rtol=1e-6, atol=1e-6)
+    if world_size > 1 or not bags:  # there TorchRec's gradients are not those of the written out
+        return
+    # Two groups, which TorchRec's tables refuse on the CPU: against the batch written out.
+    tables = sharded.configs(bags, {"users": mean})
+    results = []
+    for given in (batches, [plain(one) for one in batches]):
+        model = sharded.dynamic_model(sharded.Net(tables), SGD, world_size)
+        sharded.insert_owned(model, start)
+        losses = sharded.train(model, given)
+        results.append((losses, sharded.dynamic_rows(model, torch.arange(sharded.ROWS))))
+    torch.testing.assert_close(results[0], results[1], rtol=2e-6, atol=2e-6)
+
+
+def test_a_batch_size_for_each_feature(ranks: Ranks) -> None:
+    ranks.run(2, variable, bags=True)
+    ranks.run(2, variable, bags=False)
+    ranks.run(1, variable, bags=True)
+
+
+# ---- as a module ----
+
+
+def as_module(rank: int, world_size: int, *, bags: bool) -> None:
+    tables = sharded.configs(bags)
+    debug = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.DEBUG)
+    options = {
+        name: DynamicEmbTableOptions(initializer_args=debug, index_type=torch.uint64)
+        for name in sharded.FEATURES
+    }
+    net = sharded.Net(tables)
+    pg = dist.new_group(list(range(world_size)))
+    before = copy.deepcopy(options)
+    model = sharded.dynamic_model(net, SGD, world_size, options=options, pg=pg)
+    assert options == before
+    assert list(find_collections(model)) == ["model.collection"]
+    (found,) = find_collections(model).values()
+    assert {table.name for module in found for table in module.tables} == set(sharded.FEATURES)
+    for module in found:
+        assert module.process_group is not None
+        assert all(one.rank == rank for one in module.routings.values())
+    # Evaluation inserts nothing, in whatever order modules are switched.
+    one = sharded.share(wide(sharded.batch(0, BATCH)), sharded.even(BATCH, world_size), rank)
+    model.eval()
+    model(one)
+    assert all(len(table) == 0 for table in sharded.dynamic_tables(model).values())
+    model.train()
+    with torch.no_grad():
+        model(one)
+    sizes = {name: len(table) for name, table in sharded.dynamic_tables(model).items()}
+    assert sum(sizes.values()) > 0
+    # uint64 ids are the same ids; int32 ids are signed ones.
+    unsigned = KeyedJaggedTensor(
+        keys=one.keys(), values=one.values().view(torch.uint64), lengths=one.lengths()
+    )
+    model(unsigned)
+    assert sizes == {name: len(table) for name, table in sharded.dynamic_tables(model).items()}
+    narrow = KeyedJaggedTensor(
+        keys=one.keys(),
+        values=(torch.arange(len(one.values())) % 5 - 3).to(torch.int32),
+        lengths=one.lengths(),
+    )
+    model(narrow)
+    ids = torch.arange(-3, 2)
+    for module in found:
+        for table in module.tables:
+            owned = module.routings[table.name].owned(ids)
+            assert torch.equal(table.contains(ids), owned)
+            rows = table.find(ids[owned]).embeddings[:, 0]
+            expected = [float(one % 2**64 % 100000) for one in ids[owned].tolist()]
+            assert rows.tolist() == expected
+    # Names, and a round trip of the state that is not in the tables.
+    state = model.state_dict()
+    prefix = "embedding_bags" if bags else "embeddings"
+    assert set(state) == {f"collection.{prefix}.{name}.weight" for name in sharded.FEATURES}
+    assert all(len(value) == 0 for value in state.values())
+    assert not model.load_state_dict(state).missing_keys
+    assert {name for name, _ in model.named_parameters()} == set(state)
+    assert set(model.fused_optimizer.params) == set(state)
+    assert dict(in_backward_optimizer_filter(model.named_parameters())) == {}
+    full = {key: torch.zeros(sharded.ROWS, value.shape[1]) for key, value in state.items()}
+    with pytest.warns(UserWarning, match="is dynamic and does not take them"):
+        model.load_state_dict(full)
+    # A collection that is not on "meta" is sharded too; its rows are not a dynamic table's.
+    loaded = sharded.Net(tables, device="cpu")
+    sharded.dynamic_model(loaded, SGD, world_size)
+    # An environment made from a process group.
+    again = sharded.dynamic_model(sharded.Net(tables), SGD, world_size)
+    env = ShardingEnv.from_process_group(pg)
+    other = DistributedModelParallel(
+        sharded.Net(tables), env=env, device=sharded.CPU, plan=again.plan, sharders=again.sharders
+    )
+    other(one).backward()
+
+
+def test_a_sharded_model_is_a_module_like_torchrecs(ranks: Ranks) -> None:
+    ranks.run(2, as_module, bags=False)
+    ranks.run(2, as_module, bags=True)
+
+
+def weights_are_needed(rank: int, world_size: int) -> None:
+    tables = sharded.configs(True)
+    model = sharded.dynamic_model(sharded.Net(tables, weighted=True), SGD, world_size)
+    assert isinstance(model.module.collection, ShardedDynamicEmbeddingBagCollection)
+    with pytest.raises(ValueError, match="a weighted collection needs a weight for every id"):
+        model(sharded.batch(0, 4))
+    with pytest.raises(ValueError, match="unknown argument 'learning_rat'; did you mean"):
+        sharded.dynamic_model(sharded.Net(tables), {"learning_rat": 0.1}, world_size)
+    with pytest.raises(ValueError, match="optimizer type is"):
+        sharded.dynamic_model(sharded.Net(tables), {"optimizer": EmbOptimType.LAMB}, world_size)
+
+
+def test_mistakes_are_named(ranks: Ranks) -> None:
+    ranks.run(1, weights_are_needed)
