@@ -9,6 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    PoolingType,
+)
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -23,15 +32,6 @@ from dynamicemb.shard import (
     DynamicEmbeddingCollectionSharder,
 )
 from dynamicemb.table import Table
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    PoolingType,
-)
 
 ROWS = 64
 #: Table -> its features. "shared" is a feature of two tables.

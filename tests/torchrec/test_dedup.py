@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 
 from dynamicemb.hashing import mix, unmix
 from dynamicemb.shard import dedup as module
 from dynamicemb.shard.dedup import counts_of, dedup, distinct_per_table
-from torchrec import KeyedJaggedTensor
 
 EXTREMES = [0, -1, -2, -3, -4, 2**63 - 1, -(2**63), 1]
 

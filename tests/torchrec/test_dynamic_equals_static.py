@@ -9,7 +9,6 @@ import sharded
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from ranks import Ranks
-
 from torchrec import PoolingType
 
 STEPS = 20

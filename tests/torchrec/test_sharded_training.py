@@ -14,6 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from ranks import Ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
@@ -32,7 +33,6 @@ from dynamicemb import (
 )
 from dynamicemb.nn.discovery import find_collections
 from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
-from torchrec import KeyedJaggedTensor
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.3}
 BATCH = 12

@@ -8,6 +8,7 @@ import pytest
 import sharded
 import torch
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, PoolingType
 
 from dynamicemb import DynamicEmbTableOptions, EmbOptimType
 from dynamicemb.errors import ArgumentTypeError, InvalidArgumentError
@@ -17,7 +18,6 @@ from dynamicemb.unsharded import (
     DynamicEmbeddingCollection,
     make_dynamic,
 )
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, PoolingType
 
 MIXED = {"users": PoolingType.MEAN, "goods": PoolingType.SUM}
 
