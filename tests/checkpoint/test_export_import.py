@@ -76,8 +76,8 @@ def test_round_trip_is_bit_equal(
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_an_empty_table_and_one_without_state(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows{suffix}"
-    assert export_table(make_table(), path) == 0
-    assert import_table(make_table(), path) == Imported(0, 0, 0)
+    assert export_table(make_table(), str(path)) == 0
+    assert import_table(make_table(), str(path)) == Imported(0, 0, 0)
     table = make_table(max_capacity=64)  # SGD has no state
     table.find_or_insert(tensor(EXTREME_IDS))
     export_table(table, path)

@@ -80,7 +80,8 @@ def export_table(
     lost. Needs the ``safetensors`` or ``pyarrow`` package for these formats.
     """
     table, _ = _find_table(source, table_name)
-    path, writer = Path(path), FORMATS[_format_of(path, format)]
+    path = Path(path)
+    writer = FORMATS[_format_of(path, format)]
     batch_size = check_integer("batch_size", batch_size, minimum=1)
     count = len(table)
     layout = {
