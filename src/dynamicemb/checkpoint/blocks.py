@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import Executor, Future
 
+import numpy as np
 import torch
 
 from dynamicemb import _engine
@@ -12,12 +13,19 @@ from dynamicemb.checkpoint.files import ReadFile, WriteFile
 from dynamicemb.checkpoint.manifest import BLOCK_BYTES, FileEntry
 from dynamicemb.errors import CheckpointError, CorruptCheckpointError
 
+# Bytes are moved by NumPy: torch would wake all its threads for a copy of a few megabytes.
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor on the CPU, uint8 [bytes]; shared where the tensor is contiguous."""
+
+def as_bytes(tensor: torch.Tensor) -> Bytes:
+    """The memory of a tensor on the CPU; shared where the tensor is contiguous."""
     if sys.byteorder != "little":  # pragma: no cover
         raise CheckpointError("checkpoints are little-endian; this machine is not")
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _checksum(block: Bytes) -> int:
+    return _engine.xxh64(block.ctypes.data, len(block))
 
 
 #: Bytes after which a long file is sent to the device, while more of it is written.
@@ -42,7 +50,7 @@ class BlockWriter:
         self._syncing: Future[None] | None = None
         self._synced = 0
         self._block_bytes = block_bytes
-        self._pending = torch.empty(block_bytes, dtype=torch.uint8)
+        self._pending = np.empty(block_bytes, dtype=np.uint8)
         self._filled = 0
         self._bytes = 0
         self._checksums: list[int] = []
@@ -81,10 +89,10 @@ class BlockWriter:
             self._put(self._pending[: self._filled])
             self._filled = 0
 
-    def _put(self, block: torch.Tensor) -> None:
-        self._checksums.append(_engine.xxh64(block.data_ptr(), len(block)))
+    def _put(self, block: Bytes) -> None:
+        self._checksums.append(_checksum(block))
         self._bytes += len(block)
-        self._file.write(block.numpy().data)
+        self._file.write(block.data)
         if self._syncer is not None and self._bytes - self._synced >= _SYNC_BYTES:
             self._end_sync()
             self._synced = self._bytes
@@ -104,7 +112,7 @@ class BlockReader:
         self._file = file
         self._entry = entry
         self._block_bytes = block_bytes
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = np.empty(0, dtype=np.uint8)
         self._rest = self._block  # what of the present block was not handed out
         self._next = 0  # number of the next block
 
@@ -127,7 +135,7 @@ class BlockReader:
                     out = out[size:]
                     continue
                 if len(self._block) < size:
-                    self._block = torch.empty(size, dtype=torch.uint8)
+                    self._block = np.empty(size, dtype=np.uint8)
                 self._load(self._block[:size])
                 self._rest = self._block[:size]
             count = min(len(out), len(self._rest))
@@ -141,7 +149,7 @@ class BlockReader:
         while self._next * self._block_bytes < self._entry.bytes:
             size = self._size_of_next()
             if len(self._block) < size:
-                self._block = torch.empty(size, dtype=torch.uint8)
+                self._block = np.empty(size, dtype=np.uint8)
             self._load(self._block[:size])
             total += size
         return total
@@ -155,16 +163,16 @@ class BlockReader:
             raise CorruptCheckpointError(f"{self._file.name} has no more than {self.size} bytes")
         return min(self._block_bytes, left)
 
-    def _load(self, block: torch.Tensor) -> None:
+    def _load(self, block: Bytes) -> None:
         offset = self._next * self._block_bytes
         if self._next == 0:
             self._file.expect(0, min(_READ_AHEAD * self._block_bytes, self._entry.bytes))
         ahead = offset + _READ_AHEAD * self._block_bytes
         if ahead < self._entry.bytes:
             self._file.expect(ahead, self._block_bytes)
-        self._file.read_at(offset, block.numpy().data)
+        self._file.read_at(offset, block.data)
         if self._entry.checksums is not None:
-            found = _engine.xxh64(block.data_ptr(), len(block))
+            found = _checksum(block)
             if found != self._entry.checksums[self._next]:
                 raise CorruptCheckpointError(
                     f"{self._file.name} is damaged in the bytes {offset} to {offset + len(block)}: "
