@@ -204,8 +204,7 @@ class CheckpointReader:
         roles += ["values"] if values else []
         roles += ["scores"] if scores and table.scores else []
         roles += ["opt_values"] if state and table.state else []
-        width = sum(table.row_bytes(role) for role in roles)
-        step = max(1, batch_bytes // width)
+        step = self._batch_rows(table, roles, batch_bytes)
         sets = [_Buffers(table, roles, min(step, shard.rows)) for _ in range(buffers)]
         readers: dict[str, BlockReader] = {}
         try:
@@ -220,6 +219,16 @@ class CheckpointReader:
         finally:
             for reader in readers.values():
                 reader.close()
+
+    def _batch_rows(self, table: TableEntry, roles: Sequence[str], batch_bytes: int) -> int:
+        """Rows of a batch: whole blocks of the widest file where its rows divide a block, so that
+        they are read to their place without a copy."""
+        widths = [table.row_bytes(role) for role in roles]
+        step = max(1, batch_bytes // sum(widths))
+        rows_of_block, rest = divmod(self.manifest.block_bytes, max(widths))
+        if rest == 0 and step > rows_of_block:
+            step -= step % rows_of_block
+        return step
 
     def counter(
         self, collection: str, table: TableEntry, shard: Shard
