@@ -28,7 +28,7 @@ test: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp tests/cpp/*.cpp
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp tests/cpp/*.h tests/cpp/*.cpp
 
 types: setup
 	$(PY) -m mypy
@@ -36,7 +36,7 @@ types: setup
 format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i csrc/*.h csrc/*.cpp tests/cpp/*.cpp
+	$(VENV)/bin/clang-format -i csrc/*.h csrc/*.cpp tests/cpp/*.h tests/cpp/*.cpp
 
 sanitize: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tests/cpp/run_sanitizers.sh

@@ -138,9 +138,8 @@ class ManagedCollision(Contender):
 
     def __init__(self, work: Workload) -> None:
         try:
-            from torchrec.modules import mc_embedding_modules, mc_modules
-
             import torchrec
+            from torchrec.modules import mc_embedding_modules, mc_modules
         except (ImportError, OSError) as error:
             raise NotInstalled(f"pip install --no-deps torchrec ({error})") from error
         size = work.n + 1  # the last row is for ids that are not known

@@ -21,6 +21,7 @@ using namespace nb::literals;
 using namespace dynamicemb;
 
 void bind_serving(nb::module_& m);  // bindings_serving.cpp
+void bind_store(nb::module_& m);    // bindings_store.cpp
 
 namespace {
 
@@ -476,6 +477,7 @@ NB_MODULE(_engine, m) {
   bind_table(m);
   bind_changes(m);
   bind_serving(m);
+  bind_store(m);
   bind_batch(m);
   bind_group(m);
 }

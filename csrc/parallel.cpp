@@ -12,7 +12,6 @@
 #include <vector>
 
 namespace dynamicemb::detail {
-namespace {
 
 struct Job {
   std::size_t tasks;
@@ -36,7 +35,7 @@ struct Job {
   }
 };
 
-// Threads of our own, for a process without an OpenMP runtime.
+// Threads of our own, for a process without an OpenMP runtime, and for work that waits.
 class Pool {
  public:
   ~Pool() {
@@ -95,6 +94,8 @@ class Pool {
   bool stop_ = false;
 };
 
+namespace {
+
 using OpenMpParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 OpenMpParallel openmp() {
@@ -122,3 +123,22 @@ void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* cont
 }
 
 }  // namespace dynamicemb::detail
+
+namespace dynamicemb {
+
+WaitingThreads::WaitingThreads() : pool_(std::make_unique<detail::Pool>()) {}
+WaitingThreads::~WaitingThreads() = default;
+
+void WaitingThreads::run_tasks(int threads, std::size_t tasks, detail::TaskFunction function,
+                               void* context) {
+  const int team = static_cast<int>(std::min<std::size_t>(std::max(threads, 1), tasks));
+  detail::Job job{
+      .tasks = tasks, .function = function, .context = context, .mutex = {}, .error = {}};
+  if (team <= 1)
+    job.work();
+  else
+    pool_->run(team, job);
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+}  // namespace dynamicemb

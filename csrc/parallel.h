@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -10,6 +11,7 @@ namespace dynamicemb {
 namespace detail {
 using TaskFunction = void (*)(void* context, std::size_t task);
 void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* context);
+class Pool;
 }  // namespace detail
 
 // Calls body(task) once for every task in [0, tasks), on at most `threads` threads, in no fixed
@@ -25,5 +27,28 @@ void parallel_for(int threads, std::size_t tasks, Body&& body) {
       [](void* context, std::size_t task) { (*static_cast<Plain*>(context))(task); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
+
+// Threads of their own, for work that waits (for a disk) rather than computes. They start with the
+// first run() that needs them. Several callers take turns.
+class WaitingThreads {
+ public:
+  WaitingThreads();
+  ~WaitingThreads();
+
+  // As parallel_for.
+  template <class Body>
+  void run(int threads, std::size_t tasks, Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    run_tasks(
+        threads, tasks,
+        [](void* context, std::size_t task) { (*static_cast<Plain*>(context))(task); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+  }
+
+ private:
+  void run_tasks(int threads, std::size_t tasks, detail::TaskFunction function, void* context);
+
+  std::unique_ptr<detail::Pool> pool_;
+};
 
 }  // namespace dynamicemb

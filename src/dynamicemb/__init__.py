@@ -20,10 +20,12 @@ from dynamicemb.errors import (
     ArgumentTypeError,
     CheckpointError,
     CorruptCheckpointError,
+    CorruptStoreError,
     DynamicEmbError,
     InsertionError,
     InvalidArgumentError,
     OutOfMemoryError,
+    StoreError,
     UsageError,
 )
 from dynamicemb.nn import (
@@ -71,6 +73,7 @@ __all__ = [
     "BatchedDynamicEmbeddingTablesV2",
     "CheckpointError",
     "CorruptCheckpointError",
+    "CorruptStoreError",
     "Counter",
     "DumpHandle",
     "DynamicEmbCheckMode",
@@ -95,6 +98,7 @@ __all__ = [
     "OutOfMemoryError",
     "ProbabilityAdmissionStrategy",
     "ScoreStrategy",
+    "StoreError",
     "TableLoad",
     "UsageError",
     "align_to_table_size",

@@ -19,10 +19,12 @@ __all__ = [
     "ArgumentTypeError",
     "CheckpointError",
     "CorruptCheckpointError",
+    "CorruptStoreError",
     "DynamicEmbError",
     "InsertionError",
     "InvalidArgumentError",
     "OutOfMemoryError",
+    "StoreError",
     "UsageError",
 ]
 
@@ -66,6 +68,27 @@ class CheckpointError(DynamicEmbError, RuntimeError):
 
 class CorruptCheckpointError(CheckpointError):
     """The files are not what was written: damaged, incomplete, or not one checkpoint."""
+
+
+class StoreError(DynamicEmbError, OSError):
+    """A store below a table could not read or write; ``errno``, ``strerror`` and ``filename`` say
+    what the operating system refused.
+
+    ``kept``: the rows of the call are safe in the store's memory and need not be given again.
+    """
+
+    def __init__(
+        self, errno: int | None, message: str, filename: Any = None, *, kept: bool = False
+    ) -> None:
+        super().__init__(errno, message, filename)
+        self.kept = kept
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class CorruptStoreError(StoreError):
+    """The bytes of a store are not what was written."""
 
 
 def wrong_type(name: str, value: object, allowed: str) -> ArgumentTypeError:

@@ -21,6 +21,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "check.h"
 #include "group.h"
 #include "hash.h"
 #include "memory.h"
@@ -49,25 +50,6 @@ constexpr bool kSanitized = false;
 namespace {
 
 using namespace dynamicemb;
-
-std::atomic<int> failed_checks{0};  // of the running test
-
-void check(bool holds, int line, const char* condition) {
-  if (!holds && failed_checks++ < 10)
-    std::printf("  engine_tests.cpp:%d: not true: %s\n", line, condition);
-}
-#define CHECK(condition) check(condition, __LINE__, #condition)
-
-template <class Error, class F>
-bool throws(F&& f) {
-  try {
-    f();
-  } catch (const Error&) {
-    return true;
-  } catch (...) {
-  }
-  return false;
-}
 
 using Ids = std::vector<uint64_t>;
 using Counts = std::vector<int64_t>;
@@ -1806,12 +1788,6 @@ void a_refused_allocation_changes_nothing() {
   CHECK(endless->size() == 0 && endless->capacity() == 16);
 }
 
-struct Test {
-  const char* name;
-  void (*run)();
-};
-
-#define TEST(name) {#name, name}
 const Test kTests[] = {
     TEST(parallel_for_runs_every_task_once),
     TEST(parallel_for_passes_exceptions_on),
@@ -1850,22 +1826,4 @@ const Test kTests[] = {
 
 }  // namespace
 
-// An argument runs only the tests whose name contains it.
-int main(int argc, char** argv) {
-  int passed = 0, failed = 0;
-  for (const Test& test : kTests) {
-    if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
-    failed_checks = 0;
-    try {
-      test.run();
-    } catch (const std::exception& error) {
-      ++failed_checks;
-      std::printf("  threw: %s\n", error.what());
-    }
-    std::printf("%s %s\n", failed_checks == 0 ? "ok    " : "FAILED", test.name);
-    std::fflush(stdout);
-    ++(failed_checks == 0 ? passed : failed);
-  }
-  std::printf("%d passed, %d failed\n", passed, failed);
-  return failed == 0 ? 0 : 1;
-}
+int main(int argc, char** argv) { return run_tests(argc, argv, kTests); }

@@ -1,0 +1,164 @@
+"""What lies below a table: a store of whole rows, found by id."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamicemb.errors import UsageError, wrong_type, wrong_value
+from dynamicemb.optimizers import Optimizer
+from dynamicemb.options import DynamicEmbTableOptions
+from dynamicemb.table.base import Found, Rows
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The parts of a row: ``dim`` elements of ``dtype``, ``state_dim`` floats of optimizer state,
+    ``score_words`` 64-bit scores."""
+
+    dim: int
+    dtype: torch.dtype
+    state_dim: int
+    score_words: int
+
+    @classmethod
+    def of(cls, options: DynamicEmbTableOptions, optimizer: Optimizer) -> RowLayout:
+        """Of the rows of a table with these options."""
+        if options.dim is None:
+            raise wrong_value("dim", None, "a positive integer")
+        return cls(
+            dim=options.dim,
+            dtype=options.embedding_dtype or torch.float32,
+            state_dim=optimizer.state_dim(options.dim),
+            score_words=2 if isinstance(options.score_strategy, tuple) else 1,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, its id not counted."""
+        return 8 * self.score_words + self.dim * self.dtype.itemsize + 4 * self.state_dim
+
+    def empty(self, count: int) -> Rows:
+        """Uninitialised rows in main memory."""
+        scores = (count,) if self.score_words == 1 else (count, self.score_words)
+        return Rows(
+            torch.empty(count, dtype=torch.int64),
+            torch.empty(count, self.dim, dtype=self.dtype),
+            torch.empty(count, self.state_dim, dtype=torch.float32),
+            torch.empty(scores, dtype=torch.int64),
+        )
+
+    def check(self, rows: object) -> Rows:
+        """``rows`` with contiguous tensors, if they have this layout and are in main memory."""
+        if not isinstance(rows, Rows):
+            raise wrong_type("rows", rows, "Rows")
+        expected = self.empty(0)
+        checked = []
+        for name in ("ids", "embeddings", "state", "scores"):
+            tensor, like = getattr(rows, name), getattr(expected, name)
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != like.dtype:
+                raise wrong_type(f"rows.{name}", tensor, f"a tensor of {like.dtype}")
+            if tensor.shape != (len(rows.ids), *like.shape[1:]):
+                allowed = str((len(rows.ids), *like.shape[1:]))
+                raise wrong_value(f"rows.{name}.shape", tuple(tensor.shape), allowed)
+            if tensor.device.type != "cpu":
+                raise wrong_value(f"rows.{name}.device", str(tensor.device), "cpu")
+            checked.append(tensor.detach().contiguous())
+        return Rows(*checked)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """rows: stored now. bytes_in_memory, bytes_on_disk: that they take. details: numbers of the
+    kind of store."""
+
+    rows: int
+    bytes_in_memory: int = 0
+    bytes_on_disk: int = 0
+    details: dict[str, Any] | None = None
+
+
+class Store(ABC):
+    """Whole rows below a table: ids, embeddings, optimizer state and scores, in main memory's
+    tensors (see :class:`~dynamicemb.table.Rows`).
+
+    To write one of your own, derive from this class and implement :meth:`find`, :meth:`insert`,
+    :meth:`erase`, :meth:`export`, :meth:`clear` and :meth:`size`; give the class (or a function
+    with the same arguments) as ``external_storage`` of a table's options. The table makes it by
+    ``external_storage(options, optimizer)``, one per table. ``self.layout`` then says what a row
+    is. Ids are int64 tensors, any 64 bits. A table calls a store from one thread at a time, except
+    :meth:`find`, which prefetching calls from another.
+
+    What a table relies on: a row that :meth:`insert` took is found, bit by bit, until it is erased
+    or overwritten. If :meth:`insert` raises, the table keeps the rows and inserts them again later.
+    """
+
+    def __init__(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
+        self.layout = RowLayout.of(options, optimizer)
+
+    @abstractmethod
+    def find(self, ids: torch.Tensor) -> Found:
+        """The rows of distinct ``ids``; where ``found`` is False, the rest is arbitrary. Changes
+        nothing."""
+
+    @abstractmethod
+    def insert(self, rows: Rows) -> None:
+        """Store rows, overwriting those that exist; of equal ids the last one counts."""
+
+    @abstractmethod
+    def erase(self, ids: torch.Tensor) -> torch.Tensor:
+        """Remove rows; bool [n], True at the first occurrence of an id that was there."""
+
+    @abstractmethod
+    def export(self, *, batch_size: int = 65536) -> Iterator[Rows]:
+        """Every row once, in any order, at most ``batch_size`` at a time. Nothing is inserted or
+        erased meanwhile."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove every row."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Rows stored."""
+
+    def flush(self) -> None:  # noqa: B027  stores that only have memory need none
+        """Make what was inserted survive the end of the process, where the store can."""
+
+    def snapshot(self, name: str, note: bytes = b"") -> None:
+        """Keep the content of now under a name, with a note of the caller."""
+        raise self._no_snapshots()
+
+    def load_snapshot(self, name: str) -> bytes:
+        """Return to the content of a snapshot; its note. A missing one is a StoreError."""
+        raise self._no_snapshots()
+
+    def drop_snapshot(self, name: str) -> None:
+        """Forget a snapshot. The content stays."""
+        raise self._no_snapshots()
+
+    def snapshots(self) -> list[str]:
+        """The names of the snapshots there are."""
+        return []
+
+    def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
+        """Take rows of another layout from now on. The table calls it only while the store is
+        empty."""
+        self.layout = RowLayout.of(options, optimizer)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(rows=self.size())
+
+    def close(self) -> None:
+        """Flush and give back what the store holds. It cannot be used afterwards."""
+        self.flush()
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def _no_snapshots(self) -> UsageError:
+        return UsageError(f"a {type(self).__name__} has no snapshots")

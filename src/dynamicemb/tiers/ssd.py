@@ -1,0 +1,216 @@
+"""A store on an SSD."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dynamicemb import _engine
+from dynamicemb.errors import (
+    CorruptStoreError,
+    InvalidArgumentError,
+    StoreError,
+    UsageError,
+    check_bool,
+    check_choice,
+    check_integer,
+    wrong_type,
+    wrong_value,
+)
+from dynamicemb.optimizers import Optimizer
+from dynamicemb.options import DynamicEmbTableOptions
+from dynamicemb.table.base import Found, Rows
+from dynamicemb.tiers.base import Store, StoreStats
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+
+
+class SsdStore(Store):
+    """Rows in a folder, as a log of segments with an index in memory (at most 16 bytes per row).
+
+    The folder belongs to one store of one process at a time. Opening it again finds what was
+    flushed, and what the operating system still had of the rest. Every record has a checksum:
+    damage is a CorruptStoreError when the row is read, or when the folder is opened. While the disk
+    is full :meth:`insert` raises a StoreError that names the file; its rows stay in memory, are
+    found, and are written by the next call that can.
+
+    Args:
+        options, optimizer: of the table above; they say what a row is.
+        path: the folder; made if it is not there.
+        physical_block_size: 512 or 4096, the unit of reads and writes with ``direct_io``. Fixed
+            when the folder is made.
+        direct_io: go past the page cache (O_DIRECT), where the file system can; then reading costs
+            the SSD's time whenever a row is not in the table above, and no memory.
+        segment_mb: size of a segment. Each is one open file.
+        io_threads: reads in flight.
+    """
+
+    def __init__(
+        self,
+        options: DynamicEmbTableOptions,
+        optimizer: Optimizer,
+        *,
+        path: str | os.PathLike[str],
+        physical_block_size: int = 4096,
+        direct_io: bool = False,
+        segment_mb: int = 64,
+        io_threads: int = 16,
+        files: Any = None,
+    ) -> None:
+        super().__init__(options, optimizer)
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise wrong_type("path", path, "the path of a folder")
+        self.path = os.path.abspath(os.fspath(path))
+        check_choice("physical_block_size", physical_block_size, (512, 4096))
+        self._settings = {
+            "block": physical_block_size,
+            "direct": check_bool("direct_io", direct_io),
+            "segment_bytes": check_integer("segment_mb", segment_mb, minimum=1, maximum=4096) << 20,
+            "io_threads": check_integer("io_threads", io_threads, minimum=1, maximum=256),
+            "files": files,  # of tests: operations that fail
+        }
+        self._open()
+
+    @classmethod
+    def at(
+        cls, path: str | os.PathLike[str], **settings: Any
+    ) -> Callable[[DynamicEmbTableOptions, Optimizer], SsdStore]:
+        """For ``external_storage``: a store in this folder. Tables need a folder each."""
+        return functools.partial(cls, path=path, **settings)
+
+    def _open(self) -> None:
+        with self._errors():
+            os.makedirs(self.path, exist_ok=True)
+            self._store = _engine.SsdStore(
+                path=self.path, payload=self.layout.row_bytes, **self._settings
+            )
+
+    @contextmanager
+    def _errors(self, *, kept: bool = False) -> Iterator[None]:
+        """The engine's errors as the library's."""
+        try:
+            yield
+        except _engine.CorruptStore as error:
+            raise CorruptStoreError(None, str(error)) from None
+        except OSError as error:
+            raise StoreError(error.errno, str(error.strerror), error.filename, kept=kept) from None
+        except ValueError as error:  # rows of another size
+            raise InvalidArgumentError(str(error)) from None
+        except RuntimeError as error:  # closed
+            raise UsageError(str(error)) from None
+
+    def _columns(self, rows: Rows | Found) -> list[tuple[int, int]]:
+        parts = (rows.scores, rows.embeddings, rows.state)
+        widths = (
+            8 * self.layout.score_words,
+            self.layout.dim * self.layout.dtype.itemsize,
+            4 * self.layout.state_dim,
+        )
+        return [(part.data_ptr(), width) for part, width in zip(parts, widths, strict=True)]
+
+    def find(self, ids: torch.Tensor) -> Found:
+        ids = ids.contiguous()
+        rows = self.layout.empty(len(ids))
+        found = torch.empty(len(ids), dtype=torch.bool)
+        with self._errors():
+            self._store.find(ids.data_ptr(), len(ids), found.data_ptr(), self._columns(rows))
+        return Found(found, rows.embeddings, rows.state, rows.scores)
+
+    def insert(self, rows: Rows) -> None:
+        rows = self.layout.check(rows)
+        with self._errors(kept=True):
+            self._store.insert(rows.ids.data_ptr(), len(rows), self._columns(rows))
+
+    def erase(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.contiguous()
+        removed = torch.empty(len(ids), dtype=torch.bool)
+        with self._errors(kept=True):
+            self._store.erase(ids.data_ptr(), len(ids), removed.data_ptr())
+        return removed
+
+    def export(self, *, batch_size: int = 65536) -> Iterator[Rows]:
+        batch_size = check_integer("batch_size", batch_size, minimum=1)
+        return self._export(batch_size)
+
+    def _export(self, batch_size: int) -> Iterator[Rows]:
+        cursor = (0, 0)
+        while True:
+            rows = self.layout.empty(min(batch_size, self.size()))
+            with self._errors():
+                count, *position = self._store.export_rows(
+                    cursor, len(rows), rows.ids.data_ptr(), self._columns(rows)
+                )
+            if count == 0:
+                return
+            cursor = (position[0], position[1])
+            yield Rows(
+                rows.ids[:count], rows.embeddings[:count], rows.state[:count], rows.scores[:count]
+            )
+
+    def clear(self) -> None:
+        with self._errors():
+            self._store.clear()
+
+    def size(self) -> int:
+        return self._store.size
+
+    def flush(self) -> None:
+        """When it returns, everything inserted before survives a crash of the process or the
+        machine."""
+        with self._errors(kept=True):
+            self._store.flush()
+
+    def snapshot(self, name: str, note: bytes = b"") -> None:
+        """Keep the content of now under ``name`` (letters, digits, ``_ . -``). Costs no copy: rows
+        of a snapshot stay on the disk until it is dropped."""
+        with self._errors(kept=True):
+            self._store.snapshot(_checked_name(name), note)
+
+    def load_snapshot(self, name: str) -> bytes:
+        with self._errors():
+            return self._store.load_snapshot(_checked_name(name))
+
+    def drop_snapshot(self, name: str) -> None:
+        with self._errors():
+            self._store.drop_snapshot(_checked_name(name))
+
+    def snapshots(self) -> list[str]:
+        return self._store.snapshots()
+
+    def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
+        if self.size() or self.snapshots():
+            raise UsageError(f"the store at {self.path} has rows; its layout cannot change")
+        self._store.close()
+        shutil.rmtree(os.path.join(self.path, "segments"))
+        os.remove(os.path.join(self.path, "MANIFEST"))
+        super().set_layout(options, optimizer)
+        self._open()
+
+    def stats(self) -> StoreStats:
+        with self._errors():
+            details: dict[str, Any] = dict(self._store.stats())
+        return StoreStats(
+            rows=details.pop("rows"),
+            bytes_in_memory=details["index_bytes"] + details["pending_bytes"],
+            bytes_on_disk=details.pop("disk_bytes"),
+            details=details,
+        )
+
+    def close(self) -> None:
+        with self._errors(kept=True):
+            self._store.close()
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise wrong_value(
+            "the name of a snapshot", name, "1 to 200 of letters, digits, '_', '.' and '-'"
+        )
+    return name
