@@ -1,6 +1,6 @@
 """Speed and memory of dumping and loading, as a share of what the disk does with plain bytes.
 
-    python benchmarks/checkpoint.py [--gigabytes 2] [--folder .] [--rounds 3] [--threads N] [--json F]
+    python benchmarks/checkpoint.py [--gigabytes 2] [--folder .] [--rounds 3] [--threads N]
 
 `dd` is the yardstick: it writes as many bytes to the same disk with the same durability
 (`conv=fdatasync`), and reads the checkpoint's own files. Rounds alternate between dd and ours, so
