@@ -30,8 +30,6 @@ def _checksum(block: Bytes) -> int:
 
 #: Bytes after which a long file is sent to the device, while more of it is written.
 _SYNC_BYTES = 64 * 2**20
-#: Blocks that the system is asked to read ahead.
-_READ_AHEAD = 3
 
 
 class BlockWriter:
@@ -115,6 +113,7 @@ class BlockReader:
         self._block = np.empty(0, dtype=np.uint8)
         self._rest = self._block  # what of the present block was not handed out
         self._next = 0  # number of the next block
+        file.expect_in_order()
 
     @property
     def size(self) -> int:
@@ -165,11 +164,6 @@ class BlockReader:
 
     def _load(self, block: Bytes) -> None:
         offset = self._next * self._block_bytes
-        if self._next == 0:
-            self._file.expect(0, min(_READ_AHEAD * self._block_bytes, self._entry.bytes))
-        ahead = offset + _READ_AHEAD * self._block_bytes
-        if ahead < self._entry.bytes:
-            self._file.expect(ahead, self._block_bytes)
         self._file.read_at(offset, block.data)
         if self._entry.checksums is not None:
             found = _checksum(block)

@@ -136,11 +136,11 @@ class ReadFile(_Open):
             offset += count
             rest = rest[count:]
 
-    def expect(self, offset: int, count: int) -> None:
-        """Tell the system that these bytes are read soon, where it can be told."""
+    def expect_in_order(self) -> None:
+        """Tell the system that the file is read from start to end, where it can be told."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read_all(self, limit: int) -> bytes:
         """The whole file, if it has at most ``limit`` bytes."""
