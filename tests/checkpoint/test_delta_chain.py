@@ -19,6 +19,7 @@ from dynamicemb import (
     BatchedDynamicEmbeddingTables,
     CheckpointError,
     CorruptCheckpointError,
+    DynamicEmbTableOptions,
     UsageError,
 )
 from dynamicemb.checkpoint import DynamicEmbDump, DynamicEmbLoad
@@ -178,6 +179,28 @@ def test_half_precision_rows(memory_path: Path, dtype: torch.dtype, compact: boo
     assert contents(replica) == contents(model)
     rows = rows_of(model.tables[0])
     assert torch.equal(ServingTable(memory_path, "user")(rows.ids), rows.embeddings)
+
+
+def test_tables_of_different_types(memory_path: Path) -> None:
+    def model_of(seed: int) -> Model:
+        options = [
+            DynamicEmbTableOptions(dim=4, max_capacity=512, embedding_dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        return Model(options, table_names=["wide", "half"], optimizer="adam", seed=seed)
+
+    model = model_of(1)
+    train(model, 1)
+    dump_delta(memory_path, model)
+    serving = ServingTable(memory_path, "half")
+    train(model, 1, seed=5)
+    dump_delta(memory_path, model)
+    serving.apply_delta(memory_path)
+    rows = rows_of(model.tables[1])
+    assert torch.equal(serving(rows.ids), rows.embeddings)
+    replica = model_of(2)
+    apply_delta(memory_path, replica)
+    assert contents(replica) == contents(model)
 
 
 def test_without_optimizer_state(memory_path: Path) -> None:

@@ -101,13 +101,14 @@ def dump_delta(
         return _write(path, everything, flags, ranks, None, removal_limit, progress)
     chosen: list[Chosen] = []
     ranks.together(lambda: chosen.extend(_at_end(path, everything, links)))
-    first = next(
-        iter(
-            table for one in links[0].manifest.collections.values() for table in one.tables.values()
-        )
+    saved = [one for some in links[0].manifest.collections.values() for one in some.tables.values()]
+    flags = DumpFlags(
+        all(one.state for one in saved),
+        any(shard.counter_rows is not None for one in saved for shard in one.shards),
+        True,
+        all(one.value_dtype == one.dtype for one in saved),
+        True,
     )
-    counted = any(shard.counter_rows is not None for shard in first.shards)
-    flags = DumpFlags(first.state, counted, True, first.value_dtype == first.dtype, True)
     return _write(path, chosen, flags, ranks, links, removal_limit, progress)
 
 
