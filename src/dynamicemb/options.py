@@ -342,6 +342,8 @@ class DynamicEmbTableOptions(HKVConfig):
     admit_strategy: decides which new ids get a row; ``None`` admits all.
     admission_counter: a :class:`~dynamicemb.admission.KVCounter`, where ``admit_strategy`` needs
         the count of ids that have no row.
+    dist_type: how ids are spread over ranks: "continuous", "roundrobin" or "hash_roundrobin"; see
+        :class:`~dynamicemb.routing.Routing`.
 
     evict_strategy: derived from ``score_strategy`` (LRU, the default, means just that). LFU with
         the default ``score_strategy`` sets ``score_strategy`` to LFU; a strategy that contradicts
@@ -349,9 +351,8 @@ class DynamicEmbTableOptions(HKVConfig):
 
     Checked, and without effect in this version, which has tables in main memory of one process:
     device_id, global_hbm_for_values and local_hbm_for_values (bytes of device memory for rows),
-    caching (hot rows on the device over a store of all rows) and dist_type (how ids are spread over
-    ranks: "continuous", "roundrobin" or "hash_roundrobin"). external_storage (the class of a store
-    below the table) is refused by a table as long as there is none.
+    caching (hot rows on the device over a store of all rows). external_storage (the class of a
+    store below the table) is refused by a table as long as there is none.
 
     Accepted so that existing code runs, checked, and without effect: score_type (scores have 64
     bits), block_size, io_block_size, io_by_cpu, use_constant_memory, reserved_key_start_bit,

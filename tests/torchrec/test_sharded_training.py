@@ -31,6 +31,7 @@ from dynamicemb import (
     FrequencyAdmissionStrategy,
     KVCounter,
 )
+from dynamicemb import EmbOptimType as OurOptimType
 from dynamicemb.nn.discovery import find_collections
 from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
 
@@ -580,6 +581,29 @@ def weights_are_needed(rank: int, world_size: int) -> None:
         sharded.dynamic_model(sharded.Net(tables), {"learning_rat": 0.1}, world_size)
     with pytest.raises(ValueError, match="optimizer type is"):
         sharded.dynamic_model(sharded.Net(tables), {"optimizer": EmbOptimType.LAMB}, world_size)
+
+
+def named_by_ours(rank: int, world_size: int) -> None:
+    """Our enum, or a string, names the optimizer of the static table beside a dynamic one too."""
+    for optimizer in (OurOptimType.EXACT_ADAGRAD, "exact_adagrad"):
+        model = sharded.dynamic_model(
+            sharded.Net(sharded.configs(False)),
+            {"optimizer": optimizer, "learning_rate": 0.1},
+            world_size,
+            static=["goods"],
+        )
+        sharded.train(model, [sharded.batch(0, 4)])
+    with pytest.raises(ValueError, match="optimizer of the static table 'goods' is 'FTRL'"):
+        sharded.dynamic_model(
+            sharded.Net(sharded.configs(False)),
+            {"optimizer": OurOptimType.FTRL},
+            world_size,
+            static=["goods"],
+        )
+
+
+def test_optimizers_named_by_our_enum(ranks: Ranks) -> None:
+    ranks.run(1, named_by_ours)
 
 
 def test_mistakes_are_named(ranks: Ranks) -> None:

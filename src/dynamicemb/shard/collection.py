@@ -6,13 +6,15 @@ import warnings
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType as FbgemmOptimType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.errors import wrong_value
 from dynamicemb.nn.module import DynamicModule
-from dynamicemb.optimizers import EmbOptimType
+from dynamicemb.optimizers import EmbOptimType, to_optim_type
 from dynamicemb.shard.tables import is_dynamic_info
 
 Infos = dict[str, list[EmbeddingShardingInfo]]
@@ -28,6 +30,8 @@ def separate(infos: Infos) -> Infos:
             if is_dynamic_info(info):
                 key = f"dynamic_{sharding_type}_{info.param_sharding.dist_type}"
                 _keep_momentum(info)
+            else:
+                _name_for_fbgemm(info)
             separated.setdefault(key, []).append(info)
     return separated
 
@@ -37,6 +41,21 @@ def _keep_momentum(info: EmbeddingShardingInfo) -> None:
     classes = getattr(info.param, "_optimizer_classes", [])
     if torch.optim.SGD in classes and info.fused_params.get("momentum"):
         info.fused_params["optimizer"] = EmbOptimType.MOMENTUM_SGD
+
+
+def _name_for_fbgemm(info: EmbeddingShardingInfo) -> None:
+    """The optimizer of a static table by fbgemm's own enum, where ours or a string named it."""
+    given = (info.fused_params or {}).get("optimizer")
+    if isinstance(given, (EmbOptimType, str)):
+        name = to_optim_type(given).name
+        allowed = [one.name for one in FbgemmOptimType]
+        if name not in allowed:
+            raise wrong_value(
+                f"optimizer of the static table {info.embedding_config.name!r}",
+                name,
+                f"{', '.join(allowed)} (or make the table dynamic)",
+            )
+        info.fused_params["optimizer"] = FbgemmOptimType[name]
 
 
 def with_signed_ids(features: Any) -> Any:

@@ -51,11 +51,12 @@ class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingColle
 
     Dynamic tables are sharded by id (``dist_type``) over all ranks and keep every id as it is.
     With ``use_index_dedup`` an id of a table travels once per batch and rank, with its count where
-    a table reads it. Tables that are not dynamic are TorchRec's.
+    a table reads it; with one rank it changes nothing. Tables that are not dynamic are TorchRec's.
     """
 
     _weight_name = "embeddings.{}.weight"
     _sharding_type_to_sharding: dict[str, Any]
+    _env: ShardingEnv
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,6 +84,8 @@ class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingColle
         )
 
     def _create_lookups(self) -> None:
+        if self._env.world_size == 1:  # nothing travels
+            self._use_index_dedup = False
         if self._use_index_dedup:
             for sharding in self._sharding_type_to_sharding.values():
                 if isinstance(sharding, RwSequenceDynamicEmbeddingSharding):
