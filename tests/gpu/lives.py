@@ -196,6 +196,8 @@ SHAPES = {
     "decay": Shape(kind=_Kind.ADAM, args=OptimizerArgs(weight_decay=0.1)),
     "l2": Shape(kind=_Kind.SGD, args=OptimizerArgs(weight_decay=0.1, weight_decay_mode=1)),
     "nesterov": Shape(kind=_Kind.MOMENTUM, args=OptimizerArgs(nesterov=True)),
+    "rowwise, 64": Shape(dims=(64,), kind=_Kind.ROWWISE_ADAGRAD),
+    "rowwise, 128": Shape(dims=(100,), kind=_Kind.PARTIAL_ROWWISE_ADAM),
     "hot ids": Shape(ids=900, spread=12, bag=9, pooling=_SUM, kind=_Kind.SGD),
     "wide buckets": Shape(width=2048, capacity=4096, ids=200, spread=9000, skew=0.0),
     "middle buckets": Shape(width=48, capacity=480, ids=120, spread=900, skew=0.0),

@@ -62,14 +62,19 @@ def first_kernel(count, cells_ptr, cell_of_ptr, first_ptr, BLOCK: tl.constexpr):
 @kernel
 def emit_kernel(
     ids_ptr, bounds_ptr, count, tables, cells_ptr, cell_of_ptr, ranks_ptr, entry_of_ptr,
-    entry_ids_ptr, entry_first_ptr, entry_tables_ptr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+    entry_ids_ptr, entry_first_ptr, entry_tables_ptr, work_ptr, BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
     """Numbers entries by first occurrence (ranks: running count of first ones), per occurrence and
-    per entry."""
+    per entry. work[0] = how many; the other numbers of ``work``, 16 in all, become 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     cell = tl.load(cell_of_ptr + i, mask=mask, other=0)
     owner = tl.load(cells_ptr + cell, mask=mask, other=0)
+    if tl.program_id(0) == 0:
+        place = tl.arange(0, 16)
+        total = tl.load(ranks_ptr + count - 1)
+        tl.store(work_ptr + place, tl.where(place == 0, total, 0))
     entry = tl.load(ranks_ptr + owner, mask=mask, other=1) - 1
     tl.store(entry_of_ptr + i, entry, mask=mask)
     first = mask & (owner == i)
@@ -83,12 +88,14 @@ def emit_kernel(
 
 @kernel
 def spans_kernel(sorted_ptr, count, starts_ptr, BLOCK: tl.constexpr):
-    """starts[e] = where entry e begins among the occurrences that were sorted by entry."""
+    """starts[e] = where entry e begins among the occurrences that were sorted by entry; one more
+    start follows the last entry."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     entry = tl.load(sorted_ptr + i, mask=mask, other=-1)
     before = tl.load(sorted_ptr + i - 1, mask=mask & (i > 0), other=-1)
     tl.store(starts_ptr + entry, i, mask=mask & (entry != before))
+    tl.store(starts_ptr + entry + 1, i + 1, mask=i == count - 1)
 
 
 @kernel

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: Ids per program: one per lane. The interpreter wants few programs.
 LANES = 256 if INTERPRETED else 32
+PLACES = 256 if INTERPRETED else 128
 ELEMENTS = 256
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
@@ -63,6 +64,11 @@ class Batch:
         return torch.empty(self.n if count is None else count, dtype=dtype, device=self.device)
 
     @property
+    def count(self) -> torch.Tensor:
+        """How many entries there are: int32, one number on the device."""
+        return self._work[:1]
+
+    @property
     def one(self) -> bool:
         return self.layout.tables == 1
 
@@ -80,7 +86,8 @@ class Batch:
         """The caller knows that no id occurs twice."""
         self.ids = self.tables = self.all_ids
         self.entry_of = self.first = torch.arange(self.n, dtype=torch.int32, device=self.device)
-        self.count = torch.full((1,), self.n, dtype=torch.int32, device=self.device)
+        self._work = torch.zeros(16, dtype=torch.int32, device=self.device)
+        self._work[0] = self.n
 
     def _dedup(self) -> None:
         n, tables = self.n, self.layout.tables
@@ -89,8 +96,9 @@ class Batch:
         self.entry_of = self._new(torch.int32)
         self.tables = self.ids if self.one else self._new(torch.int32)
         if n == 0:
-            self.count = torch.zeros(1, dtype=torch.int32, device=self.device)
+            self._work = torch.zeros(16, dtype=torch.int32, device=self.device)
             return
+        self._work = self._new(torch.int32, 16)
         cells = power_of_two(2 * n)
         space = torch.full((cells,), -1, dtype=torch.int32, device=self.device)
         cell_of = self._new(torch.int32)
@@ -105,14 +113,11 @@ class Batch:
         )
         self._run(dedup.first_kernel, ELEMENTS, (n, space, cell_of, first), (ELEMENTS,), warps=8)
         ranks = torch.cumsum(first, 0, dtype=torch.int32)
-        self.count = ranks[-1:]
-        if self.count.data_ptr() % 16:
-            self.count = self.count.clone()
         self._run(
             dedup.emit_kernel,
             ELEMENTS,
             (self.all_ids, bounds, n, tables, space, cell_of, ranks, self.entry_of, self.ids,
-             self.first, self.tables),
+             self.first, self.tables, self._work),
             (ELEMENTS, self.one),
             warps=8,
         )  # fmt: skip
@@ -121,7 +126,7 @@ class Batch:
         """(order, starts): the occurrences of entry e are order[starts[e] : starts[e + 1]],
         ascending."""
         if self._order is None:
-            self._starts = torch.full((self.n + 4,), self.n, dtype=torch.int32, device=self.device)
+            self._starts = self._new(torch.int32, self.n + 1)
             if self.n == 0:
                 self._order = self._new(torch.int64)
                 return self._order, self._starts
@@ -138,7 +143,7 @@ class Batch:
             _, starts = self.group()
             base = self._new(torch.int32)
             entry = self._new(torch.int32, 2 * blocks(self.n, SUM_BLOCK) + 1)
-            work = torch.zeros(1, dtype=torch.int32, device=self.device)
+            work = self._work[4:]
             if self.n > SUM_BLOCK:
                 self._run(
                     dedup.hot_kernel,
@@ -304,12 +309,12 @@ class Batch:
     ) -> torch.Tensor:
         """Slots from the buckets' lists; returns the victims that ``choice`` refers to."""
         layout = self.layout
-        work = torch.zeros(2, dtype=torch.int32, device=self.device)
+        work = self._work[8:] if one.number == 0 else torch.zeros_like(self._work)
         leaders = self._new(torch.int32, 3 * self.n)
         victims = self._new(torch.int32)
         self._run(
             insert.place_kernel,
-            LANES,
+            PLACES,
             (
                 self.ids,
                 self.tables,
@@ -324,7 +329,8 @@ class Batch:
                 leaders,
                 self.n,
             ),
-            (one.width, one.line, LANES, self.one, layout.one_class, one.strategy),
+            (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy),
+            warps=4,
         )
         if one.strategy == NO_EVICTION_STRATEGY:
             return victims
