@@ -1,5 +1,12 @@
 """dynamicemb: embedding tables for PyTorch whose ids are any 64-bit integers."""
 
+try:  # first: the modules below import it by this name
+    from dynamicemb import _engine as _engine
+except ImportError as _error:
+    from dynamicemb.missing_engine import MissingEngine
+
+    _engine = MissingEngine(_error)  # type: ignore[assignment]
+
 from dynamicemb.admission import (
     AdmissionStrategy,
     Counter,

@@ -1,9 +1,10 @@
 """Compiles every kernel of the dry run for several GPUs, and says what it takes.
 
-    python tests/gpu/compile_all.py [--only NAME] [--write]
+    python tests/gpu/compile_all.py [--every] [--write]
 
-Prints one JSON object: {kernel/constants/warps: {sm: [registers, stack, shared]}}. ``--write``: to
-the recorded table that the test compares with.
+Prints one JSON object: {kernel/constants/warps: {sm: [registers, stack, shared]}}, of one launch of
+each kernel for one table and one for several, or of every launch. ``--write``: to the recorded
+table that the test compares with.
 """
 
 from __future__ import annotations
@@ -62,19 +63,30 @@ def resources(kernel: Any) -> list[int]:
     return [int(re.search(rf"{word}:(\d+)", out)[1]) for word in ("REG", "STACK", "SHARED")]  # type: ignore[index]
 
 
+def chosen(every: bool) -> list[Launch]:
+    """Every launch, or the first two of each kernel that differ in the number of tables."""
+    launches = record()
+    if every:
+        return launches
+    first: dict[tuple[str, bool], Launch] = {}
+    for launch in launches:
+        names = launch.function.arg_names[len(launch.types) :]
+        one = dict(zip(names, launch.constants, strict=True)).get("ONE", True)
+        first.setdefault((launch.function.fn.__name__, bool(one)), launch)
+    return list(first.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
+    parser.add_argument("--every", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--sm", type=int, nargs="*", default=ARCHITECTURES)
-    parser.add_argument("--part", default="0/1", help="k/n: every n-th kernel, from the k-th on")
     args = parser.parse_args()
-    part, parts = map(int, args.part.split("/"))
-    launches = [one for one in record() if args.only in one.name][part::parts]
     table = {
-        one.name: {str(sm): resources(compiled(one, sm)) for sm in args.sm} for one in launches
+        one.name: {str(sm): resources(compiled(one, sm)) for sm in args.sm}
+        for one in chosen(args.every)
     }
-    text = json.dumps(table, indent=0, sort_keys=True)
+    text = json.dumps(table, indent=1, sort_keys=True)
     if args.write:
         RECORDED.write_text(text + "\n")
     print(text)

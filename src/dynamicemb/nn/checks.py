@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dynamicemb import _engine
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -77,11 +78,6 @@ def check_offsets(offsets: object, count: int, device: torch.device) -> torch.Te
 
 
 def _valid_offsets(offsets: torch.Tensor, count: int) -> bool:
-    try:
-        from dynamicemb import _engine
-    except ImportError:
-        steps = offsets.diff()
-        return int(offsets[0]) == 0 and int(offsets[-1]) == count and not bool((steps < 0).any())
     return _engine.valid_offsets(offsets.data_ptr(), len(offsets), count)
 
 

@@ -6,17 +6,9 @@ from typing import Any
 
 import torch
 
-from dynamicemb.errors import UsageError
+from dynamicemb import _engine as _engine
 from dynamicemb.options import DynamicEmbInitializerArgs
 from dynamicemb.table.numbers import initializer_numbers
-
-try:
-    from dynamicemb import _engine as _engine
-except ImportError as error:
-    raise UsageError(
-        "tables in main memory need the C++ extension, which is not built; install the package "
-        f"(pip install .), or use tables on a GPU: {error}"
-    ) from error
 
 TRAIN, INSERT, ASSIGN, LOCATE = range(4)  # the engine's BatchMode
 

@@ -1,0 +1,49 @@
+"""Every kernel compiles for three GPUs, without spilling registers, to what was recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+RECORDED_WITH = "3.6.0"
+
+
+def resources(*arguments: str) -> dict[str, dict[str, list[int]]]:
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    environment.pop("TRITON_INTERPRET", None)
+    out = subprocess.run(
+        [sys.executable, str(HERE / "compile_all.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env=environment,
+    )
+    assert out.returncode == 0, out.stderr[-3000:]
+    table: dict[str, dict[str, list[int]]] = json.loads(out.stdout)
+    return table
+
+
+def no_stack(table: dict[str, dict[str, list[int]]]) -> list[str]:
+    return [name for name, used in table.items() if any(stack for _, stack, _ in used.values())]
+
+
+def test_kernels_use_the_recorded_registers_and_no_stack() -> None:
+    table = resources()
+    assert no_stack(table) == []
+    if triton.__version__ == RECORDED_WITH:
+        recorded = json.loads((HERE / "resources.json").read_text())
+        assert table == recorded, "after a change: python tests/gpu/compile_all.py --write"
+
+
+@pytest.mark.stress
+def test_every_variant_compiles_without_a_stack() -> None:
+    assert no_stack(resources("--every")) == []
