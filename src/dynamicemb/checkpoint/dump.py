@@ -28,7 +28,7 @@ from dynamicemb.table import Rows, Table
 logger = logging.getLogger(__name__)
 
 #: Bytes of rows that are exported at a time.
-BATCH_BYTES = 16 * 2**20
+BATCH_BYTES = 8 * 2**20
 
 TableNames = Mapping[str, Sequence[str]] | Sequence[str] | None
 

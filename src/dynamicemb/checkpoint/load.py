@@ -21,6 +21,7 @@ from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.reader import CheckpointReader, NoCheckpointError, StoredRows
 from dynamicemb.checkpoint.scores import from_file, uses_clock
+from dynamicemb.checkpoint.threads import one_thread_for_files
 from dynamicemb.errors import CheckpointError, check_bool, wrong_value
 from dynamicemb.nn.discovery import find_collections, select_tables
 from dynamicemb.optimizers import Optimizer
@@ -332,7 +333,10 @@ class Loading:
         total = sum(plan.read_bytes() for plan in self._plans)
         empty = [plan.table for plan in self._plans if len(plan.table) == 0 or self._wishes.clear]
         try:
-            with ProgressBar("load", total, shown=self._shown) as bar:
+            with (
+                one_thread_for_files(),
+                ProgressBar("load", total, shown=self._shown) as bar,
+            ):
                 lost = self._ranks.together(lambda: [self._load(plan, bar) for plan in self._plans])
         except BaseException:  # a file that was good when it was verified, and is not now
             for table in empty:

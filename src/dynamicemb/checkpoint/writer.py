@@ -30,6 +30,7 @@ from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.scores import to_file, uses_clock
 from dynamicemb.checkpoint.target import Target, naming
+from dynamicemb.checkpoint.threads import one_thread_for_files
 from dynamicemb.errors import InvalidArgumentError
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import ScoreStrategy
@@ -159,6 +160,7 @@ def _write_shards(
     total = sum(one.rows * one.row_bytes for one in sources)
     with (
         naming("dumping to", path),
+        one_thread_for_files(),
         Directory.open(os.path.join(path, STAGING_PREFIX + identity)) as staging,
         ThreadPoolExecutor(1, thread_name_prefix="dynamicemb-dump") as disk,
         ThreadPoolExecutor(1, thread_name_prefix="dynamicemb-sync") as syncer,
