@@ -95,6 +95,18 @@ def test_a_dump_between_forward_and_backward_does_not_lose_the_update(strategy: 
 
 
 @pytest.mark.parametrize("strategy", TIMES)
+def test_prefetched_batches_are_not_lost(strategy: str) -> None:
+    model = Model(strategy)
+    model.step(1, 2, 3)
+    ids, offsets = torch.tensor([3, 8]), torch.tensor([0, 2])
+    model.deep.right.prefetch(ids, offsets)
+    _, scores = incremental_dump(model, 0)
+    model.deep.right(ids, offsets).sum().backward()  # looked up before the dump, updated after it
+    rows, _ = incremental_dump(model, scores)
+    assert ids_of(rows) == {"a": [], "b": [], "c": [3, 8]}
+
+
+@pytest.mark.parametrize("strategy", TIMES)
 def test_get_score_is_a_threshold_for_later(strategy: str) -> None:
     model = Model(strategy)
     model.step(1, 2)
