@@ -26,6 +26,7 @@
 #include "hash.h"
 #include "memory.h"
 #include "parallel.h"
+#include "serving.h"
 #define DYNAMICEMB_VARIANT test_variant
 #include "kernels_variant.h"
 
@@ -1030,6 +1031,116 @@ void stamps_wrap_around() {
   }
 }
 
+Ids changed_since(const Table& table, uint64_t mark) {
+  std::vector<uint32_t> slots(table.capacity());
+  uint64_t cursor = 0;
+  const Wanted wanted{.by_score = false, .by_change = true, .changed_since = mark};
+  slots.resize(table.export_rows(cursor, slots.size(), wanted, slots.data()));
+  Ids ids = read_slots(table, slots).ids;
+  std::sort(ids.begin(), ids.end());
+  return ids;
+}
+
+void changes_since_a_mark() {
+  const auto table = std::make_shared<Table>(config_of(1, 1, 1, 16), layout_of(0, false));
+  train(table, range(0, 16), 1);
+  const uint64_t mark = table->mark_changes();
+  CHECK(changed_since(*table, mark).empty() && !table->removals().on());
+  table->removals().start(mark, 100);
+  train(table, {3, 100}, 2);  // evicts 0
+  CHECK((changed_since(*table, mark) == Ids{3, 100}));
+  CHECK((table->removals().since(mark) == Ids{0}));
+  // A lookup before a mark and its update after it.
+  const SharedBatch before = train(table, {5}, 3);
+  const uint64_t later = table->mark_changes();
+  CHECK(changed_since(*table, later).empty());
+  before->touch_if_marked();
+  CHECK((changed_since(*table, later) == Ids{5}));
+  // After 2^32 batches a mark from before cannot be compared: every row counts as changed.
+  stamp_of(*table) = ~0u;
+  train(table, {7}, 4);
+  CHECK(changed_since(*table, later).size() == 16);
+  const uint64_t fresh = table->mark_changes();
+  CHECK(fresh > later && changed_since(*table, fresh).empty());
+}
+
+void removals_beyond_the_limit_are_forgotten() {
+  RemovalLog log;
+  log.start(5, 8);
+  for (uint64_t mark = 6; mark < 26; ++mark) log.add(mark, {mark % 2});  // two ids, again and again
+  CHECK(log.known_since() == 5);
+  for (uint64_t mark = 30; mark < 50; ++mark) log.add(mark, {1000 + mark});
+  CHECK(log.known_since() > 30 && log.known_since() < 49);
+  const Ids last = log.since(log.known_since());
+  CHECK(last.size() == 49 - log.known_since() && last.back() == 1049);
+  CHECK(log.since(49).empty());
+}
+
+void mapped_tables_find_their_rows() {
+  for (const Distribution distribution :
+       {Distribution::kRoundRobin, Distribution::kHashRoundRobin, Distribution::kContinuous})
+    for (const size_t world : {size_t{1}, size_t{3}}) {
+      constexpr uint64_t kRows = 500;
+      MappedLayer base{distribution, 100, std::vector<MappedShard>(world)};
+      MappedLayer delta{Distribution::kRoundRobin, 0, std::vector<MappedShard>(1)};
+      std::vector<Ids> ids(world), words(world);
+      std::vector<std::vector<uint64_t>> values(world);
+      for (uint64_t id = 0; id < kRows; ++id) {
+        const uint64_t spread = id % 2 == 0 ? id : ~id;  // also the largest ids
+        const auto owner = static_cast<size_t>(&base.owner(spread) - base.shards.data());
+        ids[owner].push_back(spread);
+        values[owner].push_back(id);
+      }
+      const auto fill = [](MappedShard& shard, Ids& index) {
+        index.assign(index_slots(shard.rows + shard.removed), 0);
+        shard.slots = index.size();
+        shard.index = index.data();
+        return build_index(shard, index.data());
+      };
+      for (size_t rank = 0; rank < world; ++rank) {
+        base.shards[rank].ids = ids[rank].data();
+        base.shards[rank].rows = ids[rank].size();
+        base.shards[rank].values = reinterpret_cast<const std::byte*>(values[rank].data());
+        CHECK(fill(base.shards[rank], words[rank]));
+      }
+      const Ids changed{4, 6, 1 << 20}, gone{8, 10};
+      const std::vector<uint64_t> fresh{1004, 1006, 7};
+      Ids delta_words;
+      delta.shards[0] = {nullptr,
+                         0,
+                         changed.data(),
+                         3,
+                         gone.data(),
+                         2,
+                         reinterpret_cast<const std::byte*>(fresh.data())};
+      CHECK(fill(delta.shards[0], delta_words));
+      const MappedTable table(8, {delta, base});
+      const Ids asked{0, ~uint64_t{1}, 4, 6, 8, 10, 1 << 20, 12345};
+      const uint64_t missing = 99;
+      for (const int threads : {1, 2}) {
+        std::vector<uint64_t> out(asked.size());
+        std::array<bool, 8> found{};
+        table.find(asked.data(), asked.size(), threads,
+                   reinterpret_cast<const std::byte*>(&missing), found.data(),
+                   reinterpret_cast<std::byte*>(out.data()));
+        CHECK((out == std::vector<uint64_t>{0, 1, 1004, 1006, 99, 99, 7, 99}));
+        CHECK((found == std::array<bool, 8>{true, true, true, true, false, false, true, false}));
+      }
+      // Whatever the words say, nothing outside of the files is read.
+      for (Ids& index : words)
+        for (size_t i = 0; i < index.size(); ++i) index[i] = hash_id(i) | 1;
+      std::vector<uint64_t> out(kRows);
+      std::vector<uint8_t> found(kRows);
+      table.find(range(0, kRows).data(), kRows, 1, reinterpret_cast<const std::byte*>(&missing),
+                 reinterpret_cast<bool*>(found.data()), reinterpret_cast<std::byte*>(out.data()));
+      Ids twice{1, 2, 1};
+      MappedShard doubled;
+      doubled.ids = twice.data();
+      doubled.rows = 3;
+      CHECK(!fill(doubled, delta_words));
+    }
+}
+
 void clearing_and_exporting() {
   for (ScoreStrategy strategy : {ScoreStrategy::kCustomized, ScoreStrategy::kTimestampLfu}) {
     const auto table =
@@ -1807,6 +1918,9 @@ const Test kTests[] = {
     TEST(every_id_is_legal),
     TEST(empty_batches_change_nothing),
     TEST(stamps_wrap_around),
+    TEST(changes_since_a_mark),
+    TEST(removals_beyond_the_limit_are_forgotten),
+    TEST(mapped_tables_find_their_rows),
     TEST(clearing_and_exporting),
     TEST(missing_rows_read_as_the_missing_value),
     TEST(another_state_layout_keeps_the_rows),
