@@ -393,6 +393,7 @@ def test_dump_and_load() -> None:
         "counter": "False",
         "scores": "True",
         "clear": "False",
+        "verify_first": "True",
         "progress": "None",
     }
     assert fields(dynamicemb.TableLoad) == ["rows", "did_not_fit", "optimizer_state", "counter"]

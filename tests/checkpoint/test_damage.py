@@ -106,6 +106,23 @@ def test_nothing_is_inserted(memory_path: Path) -> None:
         file.write_bytes(good)
 
 
+def test_damage_found_while_loading_leaves_empty_tables_empty(memory_path: Path) -> None:
+    tiny(memory_path)
+    for file in files(memory_path):
+        if file.name.endswith(".json"):
+            continue
+        good = file.read_bytes()
+        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        model = make_model(optimizer="exact_adagrad")
+        with pytest.raises(CorruptCheckpointError, match=file.name.partition(".")[0]):
+            DynamicEmbLoad(memory_path, model, optim=True, verify_first=False)
+        assert [len(table) for table in model.tables] == [0, 0]
+        file.write_bytes(good)
+    model = make_model(optimizer="exact_adagrad")
+    DynamicEmbLoad(memory_path, model, optim=True, verify_first=False)
+    assert [len(table) for table in model.tables] == [3, 3]
+
+
 def test_only_the_tables_that_are_loaded_are_read(memory_path: Path) -> None:
     tiny(memory_path)
     damaged = memory_path / "model" / "item_emb_values.rank_0.world_size_1"

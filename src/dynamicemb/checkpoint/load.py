@@ -69,6 +69,7 @@ def DynamicEmbLoad(
     counter: bool = False,
     scores: bool = True,
     clear: bool = False,
+    verify_first: bool = True,
     progress: bool | None = None,
 ) -> LoadReport:
     """Read the checkpoint in the folder ``path`` into the dynamic tables of ``model``.
@@ -86,6 +87,9 @@ def DynamicEmbLoad(
     scores: load scores. TIMESTAMP scores keep their age; the step of STEP and the score of
         CUSTOMIZED go on from the dump. Without, rows are scored as in a training batch.
     clear: remove all rows of these tables first.
+    verify_first: compare all checksums before the first row is inserted. Without, each block is
+        compared as its rows are read: faster by one pass over the files, but damage may be found
+        when a part of the rows is in the tables (those that were empty are then emptied again).
     progress: show a progress bar; ``None``: if standard error is a terminal.
 
     If a table is too small, the rows with the highest scores stay, and the number of the others is
@@ -103,6 +107,7 @@ def DynamicEmbLoad(
         scores=check_bool("scores", scores),
         clear=check_bool("clear", clear),
     )
+    check_bool("verify_first", verify_first)
     path = checked_path(path)
     collections = find_collections(model)
     if not collections:
@@ -120,7 +125,8 @@ def DynamicEmbLoad(
     loading = Loading(path, Ranks(pg), wishes, progress)
     try:
         loading.plan(chosen, explicit=table_names is not None)
-        loading.verify()
+        if verify_first:
+            loading.verify()
         return loading.load()
     finally:
         loading.close()
@@ -338,7 +344,7 @@ class Loading:
                 ProgressBar("load", total, shown=self._shown) as bar,
             ):
                 lost = self._ranks.together(lambda: [self._load(plan, bar) for plan in self._plans])
-        except BaseException:  # a file that was good when it was verified, and is not now
+        except BaseException:  # a file that is damaged, or has become so since it was verified
             for table in empty:
                 table.clear()
             raise
