@@ -543,3 +543,19 @@ def test_models_that_do_not_fit(memory_path: Path) -> None:
         apply_delta(memory_path, small(dim=8))
     with pytest.raises(TypeError, match="model"):
         apply_delta(memory_path, "model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "x\0y", "*", "[", ".", "n" * 10_000, "наука"])
+def test_any_table_name_stays_inside_the_folder(memory_path: Path, name: str) -> None:
+    chain = memory_path / "chain"
+    model = make_model(names=(name, "other"))
+    train(model, 1)
+    dump_delta(chain, model)
+    train(model, 1, seed=3)
+    dump_delta(chain, model)
+    assert os.listdir(memory_path) == ["chain"]
+    replica = make_model(names=(name, "other"), seed=9)
+    apply_delta(chain, replica)
+    assert contents(replica) == contents(model)
+    rows = rows_of(model.tables[0])
+    assert torch.equal(ServingTable(chain, name)(rows.ids), rows.embeddings)
