@@ -100,16 +100,16 @@ def spans_kernel(sorted_ptr, count, starts_ptr, BLOCK: tl.constexpr):
 
 @kernel
 def hot_kernel(
-    starts_ptr, count_ptr, hot_base_ptr, hot_entry_ptr, work_ptr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    starts_ptr, count_ptr, hot_base_ptr, hot_entry_ptr, work_ptr, HOT: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Entries with more than LIMIT occurrences: hot_entry lists their blocks of LIMIT, hot_base[e]
+    """Entries with more than HOT occurrences: hot_entry lists their blocks of LIMIT, hot_base[e]
     is the first of them, ``work`` counts the blocks."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = e < tl.load(count_ptr)
     start = tl.load(starts_ptr + e, mask=mask, other=0)
     end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
-    parts = tl.where(mask & (end - start > LIMIT), (end - start + LIMIT - 1) // LIMIT, 0)
+    parts = tl.where(mask & (end - start > HOT), (end - start + LIMIT - 1) // LIMIT, 0)
     total = tl.sum(parts, axis=0)
     if total > 0:
         base = tl.atomic_add(work_ptr, total, sem="relaxed") + tl.cumsum(parts, axis=0) - parts

@@ -46,6 +46,8 @@ from dynamicemb.kernels.rows import load_rows
 
 #: Occurrences that are added one after the other; the sums of such blocks are then added in order.
 SUM_BLOCK = 256
+#: Ids that occur more often than this are summed by programs of their own, many loads ahead.
+HOT = 8
 
 
 @triton.jit
@@ -159,12 +161,12 @@ def entry_gradient(
     bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    LIMIT: tl.constexpr,
+    HOT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The summed gradient of entries, float32 [BLOCK, COLUMNS]; 0 beyond the row."""
     begin = tl.load(starts_ptr + e, mask=mask, other=0)
     end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
-    hot = mask & (end - begin > LIMIT)
+    hot = mask & (end - begin > HOT)
     total = gradient_sum(
         begin, end, clamp, mask & (hot == 0), order_ptr, gradient_ptr, stride, bag_of_ptr,
         feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN,
@@ -193,7 +195,7 @@ def update_kernel(
     OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
     KIND: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr, NESTEROV: tl.constexpr,
     STOCHASTIC: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, LIMIT: tl.constexpr,
+    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, HOT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One optimizer update of every entry's row with the sum of its gradients. Entries whose row
     is gone are counted."""
@@ -240,7 +242,7 @@ def update_kernel(
         gradient = entry_gradient(
             e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
             bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
-            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, LIMIT,
+            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT, LIMIT,
         )  # fmt: skip
         weights, first, second, scalar = optimize(
             weights, first, second, scalar, gradient, steps_ptr, tables, table, mask, KIND,
@@ -272,7 +274,7 @@ def reduce_kernel(
     offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OUT: tl.constexpr,
     POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr,
-    LIMIT: tl.constexpr,
+    HOT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """sums[e] = the summed gradient of entry e, float32 rows of DIM."""
     count = tl.load(count_ptr)
@@ -285,7 +287,7 @@ def reduce_kernel(
         total = entry_gradient(
             e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
             bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
-            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, LIMIT,
+            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT, LIMIT,
         )  # fmt: skip
         column = tl.arange(0, COLUMNS)
         inside = mask[:, None] & (column < DIM)[None, :]

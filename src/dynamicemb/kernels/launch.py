@@ -74,7 +74,8 @@ class _Launcher:
                     None,
                     None,
                     None,
-                    *args,
+                    # Addresses: the launcher would ask the driver about every tensor.
+                    *[one if type(one) is int else one.data_ptr() for one in args],
                     *constants,
                 )
                 return

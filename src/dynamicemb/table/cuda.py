@@ -178,7 +178,7 @@ class CudaTable(Table):
 
     def enter(self) -> None:
         """Called before work on the table: order it after work on another stream."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             current = torch._C._cuda_getCurrentRawStream(self._device.index)
             if self.stream not in (None, current):
                 before = torch.cuda.ExternalStream(self.stream, device=self._device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynamicemb.kernels import dedup, find, initialize, insert
-from dynamicemb.kernels.gradients import SUM_BLOCK
+from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
 from dynamicemb.kernels.launch import INTERPRETED, blocks, launch, power_of_two
 from dynamicemb.kernels.layout import FAILED, GONE, REJECTED
 from dynamicemb.table.numbers import LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY
@@ -138,18 +138,18 @@ class Batch:
 
     def hot(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(first block of an entry, entry of a block, number of blocks) of the entries with more
-        than SUM_BLOCK occurrences."""
+        than HOT occurrences."""
         if self._hot is None:
             _, starts = self.group()
             base = self._new(torch.int32)
-            entry = self._new(torch.int32, 2 * blocks(self.n, SUM_BLOCK) + 1)
+            entry = self._new(torch.int32, blocks(self.n, HOT) + 1)  # as many blocks at most
             work = self._work[4:]
-            if self.n > SUM_BLOCK:
+            if self.n > HOT:
                 self._run(
                     dedup.hot_kernel,
                     ELEMENTS,
                     (starts, self.count, base, entry, work),
-                    (SUM_BLOCK, ELEMENTS),
+                    (HOT, SUM_BLOCK, ELEMENTS),
                     warps=8,
                 )
             self._hot = base, entry, work

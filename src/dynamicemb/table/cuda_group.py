@@ -13,7 +13,7 @@ import torch
 
 from dynamicemb.errors import UsageError
 from dynamicemb.kernels import find, gradients, rows
-from dynamicemb.kernels.gradients import SUM_BLOCK
+from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
 from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.kernels.layout import STEP_NAMES, STEP_NUMBERS
 from dynamicemb.optimizers import Optimizer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _L2, _DECOUPLED = 1, 2
 #: Numbers of rows that one program updates: measured on an H200.
-UPDATE_TILE = 512
+UPDATE_TILE = 256
 
 
 @dataclass
@@ -234,7 +234,7 @@ class CudaTableGroup(TableGroup):
                     one.type,
                     TYPES[pooling.dtype],
                     block,
-                    2 if INTERPRETED else 5,
+                    2 if INTERPRETED else 4,
                     layout.one_class,
                     entry_of is not None,
                     missing,
@@ -501,6 +501,7 @@ class CudaTableGroup(TableGroup):
                     2,
                     batch.one,
                     layout.one_class,
+                    HOT,
                     SUM_BLOCK,
                 ),
                 warps=1,
@@ -628,6 +629,7 @@ class CudaTableGroup(TableGroup):
                     2 if INTERPRETED else 4,
                     batch.one,
                     layout.one_class,
+                    HOT,
                     SUM_BLOCK,
                 ),
                 warps=1,
@@ -724,7 +726,7 @@ class _GradientSums:
         """The sums of blocks of ids that occur very often."""
         batch, layout = self.batch, self.layout
         base, entry, work = batch.hot()
-        if batch.n <= SUM_BLOCK:
+        if batch.n <= HOT:
             return self.steps
         sums = torch.empty(len(entry), one.columns, dtype=torch.float32, device=batch.device)
         block = max(1, (4096 if INTERPRETED else 128) // one.columns)
@@ -750,7 +752,7 @@ class _GradientSums:
                 *self.constants,
                 clamps,
                 block,
-                2 if INTERPRETED else 16,
+                2 if INTERPRETED else 12,
                 batch.one,
                 layout.one_class,
                 SUM_BLOCK,
