@@ -52,11 +52,8 @@ def get_table_value_bytes(
     """Bytes of all rows of a table (embedding and optimizer state), over all ranks together."""
     capacity = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity)
     dtype = data_type_to_dtype(embedding_config.data_type)
-    return (
-        world_size
-        * capacity
-        * (_value_bytes(dtype, embedding_config.embedding_dim, optimizer_type))
-    )
+    value = _value_bytes(dtype, embedding_config.embedding_dim, optimizer_type)
+    return world_size * capacity * value
 
 
 def get_constraint_capacity(

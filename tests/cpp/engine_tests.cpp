@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "check.h"
+#include "dedup.h"
 #include "group.h"
 #include "hash.h"
 #include "memory.h"
@@ -566,6 +567,25 @@ void mappings_are_zero_and_can_be_discarded() {
   }
   const Array<uint64_t> array(100);
   CHECK(array.bytes() == 800 && array[99] == 0);
+}
+
+void distinct_ids_come_in_order_of_first_occurrence() {
+  for (const size_t count : {0, 1, 2, 15, 16, 17, 5000}) {
+    std::vector<uint64_t> ids(count);
+    for (size_t i = 0; i < count; ++i) ids[i] = hash_id(i * i % 701) | (i % 3 == 0 ? ~0ULL : 0);
+    std::vector<uint64_t> distinct(count);
+    std::vector<int64_t> places(count), counts(count);
+    const size_t found =
+        distinct_ids(ids.data(), count, distinct.data(), places.data(), counts.data());
+    std::map<uint64_t, int64_t> expected;
+    size_t first = 0;
+    for (size_t i = 0; i < count; ++i) {
+      if (expected[ids[i]]++ == 0) CHECK(distinct[first++] == ids[i]);
+      CHECK(distinct[static_cast<size_t>(places[i])] == ids[i]);
+    }
+    CHECK(found == first && found == expected.size());
+    for (size_t i = 0; i < found; ++i) CHECK(counts[i] == expected[distinct[i]]);
+  }
 }
 
 void hash_places_ids() {
@@ -1905,6 +1925,7 @@ const Test kTests[] = {
     TEST(parallel_for_may_be_called_from_several_threads),
     TEST(mappings_are_zero_and_can_be_discarded),
     TEST(hash_places_ids),
+    TEST(distinct_ids_come_in_order_of_first_occurrence),
     TEST(philox_gives_the_known_answers),
     {"variants_agree: index", variants_agree<record_index>},
     {"variants_agree: initialize", variants_agree<record_initialize>},
