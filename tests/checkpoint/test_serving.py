@@ -195,15 +195,9 @@ def test_tables_that_every_rank_had_for_itself(memory_path: Path) -> None:
 def look_up(rank: int, path: str, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
     serving = ServingTable(path)
     embeddings = serving(ids)
-    smaps = Path("/proc/self/smaps").read_text().split("\n")
-    private = 0
-    inside = False
-    for line in smaps:
-        if "-" in line.split(" ")[0]:
-            inside = path in line
-        elif inside and line.startswith(("Private_Dirty", "Swap:")):
-            private += int(line.split()[1])
-    return embeddings, private == 0
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    modes = {line.split()[1] for line in maps if path in line}
+    return embeddings, modes == {"r--s"}  # read only, and the same pages for all
 
 
 def test_processes_share_the_pages(memory_path: Path) -> None:
