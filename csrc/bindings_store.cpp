@@ -72,6 +72,13 @@ void bind_store(nb::module_& m) {
           },
           "ids"_a, "n"_a, "found"_a, "columns"_a)
       .def(
+          "contains",
+          [](const SsdStore& self, Address ids, size_t n, Address found) {
+            nb::gil_scoped_release release;
+            self.contains(at<uint64_t>(ids), n, at<bool>(found));
+          },
+          "ids"_a, "n"_a, "found"_a)
+      .def(
           "insert",
           [](SsdStore& self, Address ids, size_t n, const Columns& columns) {
             nb::gil_scoped_release release;

@@ -333,6 +333,14 @@ void SsdStore::find(const uint64_t* ids, size_t n, bool* found,
   });
 }
 
+void SsdStore::contains(const uint64_t* ids, size_t n, bool* found) const {
+  std::shared_lock lock(mutex_);
+  check_open();
+  std::vector<uint32_t> places(n);
+  content_.index.find(ids, n, places.data());
+  for (size_t i = 0; i < n; ++i) found[i] = places[i] != StoreIndex::kNone;
+}
+
 size_t SsdStore::export_rows(Cursor& cursor, size_t limit, uint64_t* ids,
                              std::span<const Column> columns) const {
   checked(columns);

@@ -62,6 +62,7 @@ class SsdStore {
 
   uint64_t size() const;
   void find(const uint64_t* ids, size_t n, bool* found, std::span<const Column> columns) const;
+  void contains(const uint64_t* ids, size_t n, bool* found) const;
   void insert(const uint64_t* ids, size_t n, std::span<const Column> columns);
   // removed[i]: ids[i] was there and went with this occurrence.
   void erase(const uint64_t* ids, size_t n, bool* removed);

@@ -349,10 +349,15 @@ class DynamicEmbTableOptions(HKVConfig):
         the default ``score_strategy`` sets ``score_strategy`` to LFU; a strategy that contradicts
         ``score_strategy`` is refused.
 
-    Checked, and without effect in this version, which has tables in main memory of one process:
-    device_id, global_hbm_for_values and local_hbm_for_values (bytes of device memory for rows),
-    caching (hot rows on the device over a store of all rows). external_storage (the class of a
-    store below the table) is refused by a table as long as there is none.
+    external_storage: the class of a store below the table (see :class:`dynamicemb.tiers.Store`), or
+        a function with the same arguments: all rows are in it, those in use in memory.
+    caching: keep the rows in use in ``local_hbm_for_values`` bytes, and all rows in a store:
+        ``external_storage``, or main memory.
+    local_hbm_for_values: bytes for the rows in use on this rank, with ``caching`` or
+        ``external_storage``, ids and scores included. Without it, this rank's part of
+        global_hbm_for_values (bytes over all ranks).
+
+    Checked, and without effect in this version: device_id.
 
     Accepted so that existing code runs, checked, and without effect: score_type (scores have 64
     bits), block_size, io_block_size, io_by_cpu, use_constant_memory, reserved_key_start_bit,

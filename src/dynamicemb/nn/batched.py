@@ -175,7 +175,9 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         batch_size_per_feature_per_rank: Any = None,
         frequency_counters: torch.Tensor | None = None,
     ) -> None:
-        """Do the table's part of a later training forward now: find, admit, insert, evict.
+        """Do the table's part of a later training forward now: find, admit, insert, evict. Where
+        tables have a store below, its rows are read in the background instead, and the rest waits
+        for the forward: results are those without prefetching.
 
         Batches are used by ``forward`` in the order of prefetching; their rows are not evicted by
         batches that are prefetched after them. ``frequency_counters`` (int64, one per id): how many
@@ -189,9 +191,14 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         if frequency_counters is not None:
             counts = check_ids("frequency_counters", frequency_counters, self.device)
             counts = self.tables[0].check_counts(counts, plan.count)
-        lookup = self.find_or_insert(plan, counts)
         # The caller may reuse its buffer before forward compares the ids.
-        self._prefetched.append((replace(plan, ids=plan.ids.clone()), lookup))
+        plan = replace(plan, ids=plan.ids.clone())
+        lookup = None
+        if self._group.read_ahead(plan.ids, plan.bounds):
+            counts = None if counts is None else counts.clone()
+        else:
+            lookup = self.find_or_insert(plan, counts)
+        self._prefetched.append((plan, lookup, counts))
 
     # ---- scores ----
 
@@ -239,10 +246,15 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         return increment.rows, increment.scores
 
     def flush(self) -> None:
-        """Nothing to do: no store lies below these tables."""
+        """Write rows that are only in memory to the stores below the tables that have one, and make
+        them survive a crash, where the store can."""
+        for table in self.tables:
+            table.flush()
 
     def reset_cache_states(self) -> None:
-        """Nothing to do: these tables are no cache."""
+        """:meth:`flush`, then empty the caches of tables with a store below. No row is lost."""
+        for table in self.tables:
+            table.drop_cache()
 
     def _table(self, name: str) -> Table:
         for table in self.tables:

@@ -97,7 +97,8 @@ class DynamicModule(nn.Module, ABC):
     def _attach(self) -> None:
         """Set up what belongs to this object and is not copied or pickled."""
         self._group = create_group(self.tables)
-        self._prefetched: deque[tuple[Plan, Lookup]] = deque()
+        # The plan, its lookup (None: its rows are being read ahead), and the ids' counts.
+        self._prefetched: deque[tuple[Plan, Lookup | None, torch.Tensor | None]] = deque()
         self._waiting: OrderedDict[int, Lookup] = OrderedDict()
         self._pending = PendingGradients(self._group, self.handle)
         self._key = next(_keys)
@@ -167,7 +168,7 @@ class DynamicModule(nn.Module, ABC):
     def _next_lookup(self, plan: Plan) -> Lookup:
         if not self._prefetched:
             return self.find_or_insert(plan)
-        expected, lookup = self._prefetched[0]
+        expected, lookup, counts = self._prefetched[0]
         if not _equal_bounds(plan.bounds, expected.bounds) or not torch.equal(
             plan.ids, expected.ids
         ):
@@ -175,6 +176,9 @@ class DynamicModule(nn.Module, ABC):
                 f"forward with {len(plan.ids)} ids, but the oldest prefetched batch, of "
                 f"{len(expected.ids)} ids, is another one; use batches in the order of prefetching"
             )
+        if lookup is None:
+            lookup = self.find_or_insert(expected, counts)
+            self._group.end_read_ahead()
         self._prefetched.popleft()
         return lookup
 
@@ -195,7 +199,7 @@ class DynamicModule(nn.Module, ABC):
             plan.ids,
             plan.bounds,
             counts=counts,
-            protect=tuple(lookup for _, lookup in self._prefetched),
+            protect=tuple(one for _, one, _ in self._prefetched if one is not None),
         )
 
     def propagate(

@@ -8,6 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -198,7 +199,8 @@ class Table(ABC):
         check_integer("dim", options.dim, maximum=MAX_DIM)
         if options.external_storage is not None:
             raise InvalidArgumentError(
-                "external_storage is set; allowed: None (this version has no store below a table)"
+                f"external_storage of table {name!r} is set; allowed: None, or a table on the CPU "
+                "that create_table makes (see dynamicemb.tiers)"
             )
         self.name = name
         self.options = replace(
@@ -216,6 +218,9 @@ class Table(ABC):
         self.iteration = 0  # optimizer updates so far
 
     # ---- what a table is ----
+
+    #: Whether a store of rows lies below.
+    has_store: ClassVar[bool] = False
 
     @property
     def dim(self) -> int:
@@ -406,6 +411,12 @@ class Table(ABC):
     def clear(self) -> None:
         """Remove every row and give the memory back. Counters of :meth:`stats` stay."""
 
+    def flush(self) -> None:  # noqa: B027  most tables have no store
+        """Write what is only in memory to the store below, if there is one."""
+
+    def drop_cache(self) -> None:  # noqa: B027
+        """:meth:`flush`, and keep no row above the store, if there is one."""
+
     @abstractmethod
     def reserve(self, rows: int) -> None:
         """Grow once for ``rows`` more ids, as far as ``max_capacity`` allows, instead of step by
@@ -497,8 +508,18 @@ class Table(ABC):
             )
         return check_integer("score", score, minimum=1, maximum=2**64 - 1)
 
+    def check_can_score(self) -> None:
+        """Raise where a training batch would: CUSTOMIZED without a score."""
+        customized = self.options.score_strategy is DynamicEmbScoreStrategy.CUSTOMIZED
+        if customized and self._custom_score is None:
+            raise UsageError(
+                f"table {self.name!r} has score_strategy CUSTOMIZED and no score yet: call "
+                "set_score before training"
+            )
+
     def batch_score(self) -> tuple[int, int]:
         """(score, timestamp) for the batch that is about to be written."""
+        self.check_can_score()
         strategy = self.options.score_strategy
         if isinstance(strategy, tuple):
             return 0, self._clock()
@@ -507,11 +528,7 @@ class Table(ABC):
         if strategy is DynamicEmbScoreStrategy.STEP:
             return self._step, 0
         if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
-            if self._custom_score is None:
-                raise UsageError(
-                    f"table {self.name!r} has score_strategy CUSTOMIZED and no score yet: call "
-                    "set_score before training"
-                )
+            assert self._custom_score is not None
             return self._custom_score, 0
         return 0, 0
 
@@ -676,6 +693,15 @@ class TableGroup(ABC):
         protect: Sequence[Lookup] = (),
     ) -> Lookup:
         """One training batch on every table. The rows of ``protect`` are not evicted by it."""
+
+    def read_ahead(self, ids: torch.Tensor, bounds: Bounds) -> bool:
+        """Start to read what a later training batch needs from slower stores; changes no row. False
+        if there are none. True: call :meth:`find_or_insert` when the batch's turn comes, in the
+        order of these calls, and :meth:`end_read_ahead` after it."""
+        return False
+
+    def end_read_ahead(self) -> None:  # noqa: B027
+        """The oldest batch of :meth:`read_ahead` had its turn."""
 
     @abstractmethod
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:

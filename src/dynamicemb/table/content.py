@@ -16,8 +16,9 @@ from dynamicemb.table.base import Progress
 if TYPE_CHECKING:
     from dynamicemb.table.cpu import CpuTable
     from dynamicemb.table.cuda import CudaTable
+    from dynamicemb.tiers.cached_table import CachedTable
 
-    StoredTable: TypeAlias = CpuTable | CudaTable
+    StoredTable: TypeAlias = CpuTable | CudaTable | CachedTable
 
 FORMAT = 1
 #: The tensors of a table's content.

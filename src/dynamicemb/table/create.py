@@ -46,6 +46,10 @@ def _new_table(
         return CudaTable(options, **settings, device=device)
     from dynamicemb.table.cpu import CpuTable
 
+    if options.caching or options.external_storage is not None:
+        from dynamicemb.tiers.layout import create_cached_table
+
+        return create_cached_table(options, settings)
     return CpuTable(options, **settings)
 
 
@@ -54,8 +58,11 @@ def create_group(tables: Sequence[Table]) -> TableGroup:
     if not tables:
         raise InvalidArgumentError("tables is empty; allowed: at least one table")
     for table in tables:
-        if type(table) is not type(tables[0]) or table.device != tables[0].device:
+        if table.device != tables[0].device:
             raise wrong_type("tables", table, "tables of one device")
+    for table in tables:
+        if type(table) is not type(tables[0]):  # a mixture: one with a store below knows both
+            return next(t for t in tables if t.has_store).make_group(tables)
     return tables[0].make_group(tables)
 
 

@@ -1,7 +1,20 @@
-"""Tables larger than memory: stores of rows below a table."""
+"""Tables larger than memory: stores of rows below a table, and the table that is a cache over one.
+
+``DynamicEmbTableOptions(caching=True, local_hbm_for_values=...)`` or ``external_storage=...`` make
+such a table; see docs/tiers.md.
+"""
 
 from dynamicemb.tiers.base import RowLayout, Store, StoreStats
+from dynamicemb.tiers.cached_table import CachedTable, CacheStats
 from dynamicemb.tiers.host import HostStore
 from dynamicemb.tiers.ssd import SsdStore
 
-__all__ = ["HostStore", "RowLayout", "SsdStore", "Store", "StoreStats"]
+__all__ = [
+    "CacheStats",
+    "CachedTable",
+    "HostStore",
+    "RowLayout",
+    "SsdStore",
+    "Store",
+    "StoreStats",
+]

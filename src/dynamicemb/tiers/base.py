@@ -105,9 +105,20 @@ class Store(ABC):
         """The rows of distinct ``ids``; where ``found`` is False, the rest is arbitrary. Changes
         nothing."""
 
+    def contains(self, ids: torch.Tensor) -> torch.Tensor:
+        """bool [n]: which of distinct ``ids`` are stored."""
+        return self.find(ids).found
+
     @abstractmethod
     def insert(self, rows: Rows) -> None:
         """Store rows, overwriting those that exist; of equal ids the last one counts."""
+
+    def insert_counting(self, rows: Rows) -> int:
+        """:meth:`insert`; how many of the ids are new here. A store that drops rows by itself must
+        not count by its size, as this does."""
+        before = self.size()
+        self.insert(rows)
+        return self.size() - before
 
     @abstractmethod
     def erase(self, ids: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,14 @@ class HostStore(Store):
                 f"{self._table.capacity} slots that evicts nothing; raise max_capacity",
             )
 
+    def contains(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._table.contains(ids)
+
+    def insert_counting(self, rows: Rows) -> int:
+        before = self._table.stats().inserts
+        self.insert(rows)
+        return self._table.stats().inserts - before
+
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         return self._table.erase(ids)
 

@@ -123,6 +123,13 @@ class SsdStore(Store):
             self._store.find(ids.data_ptr(), len(ids), found.data_ptr(), self._columns(rows))
         return Found(found, rows.embeddings, rows.state, rows.scores)
 
+    def contains(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.contiguous()
+        found = torch.empty(len(ids), dtype=torch.bool)
+        with self._errors():
+            self._store.contains(ids.data_ptr(), len(ids), found.data_ptr())
+        return found
+
     def insert(self, rows: Rows) -> None:
         rows = self.layout.check(rows)
         with self._errors(kept=True):

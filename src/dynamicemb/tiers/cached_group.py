@@ -1,0 +1,171 @@
+"""Lookups and updates over several cached tables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from dynamicemb.options import MAX_BUCKET_CAPACITY
+from dynamicemb.table.base import Bounds, Lookup, Pooling, SummedGradients, Table, TableGroup
+from dynamicemb.table.cpu import CpuLookup, CpuTable, CpuTableGroup
+from dynamicemb.tiers.cached_table import CachedTable, ReadAhead
+
+
+@dataclass
+class CachedLookup(Lookup):
+    """A lookup in the caches, and what it takes to find its rows again if they leave them."""
+
+    inner: CpuLookup
+    ids: torch.Tensor
+    bounds: tuple[int, ...]
+    evictions: list[int]  # of each cached table when the rows were last known to be there
+
+
+class CachedTableGroup(TableGroup):
+    """See :class:`TableGroup`. Some tables may be in memory as a whole. Rows that left a cache
+    between a lookup and its update come up again, so no gradient is lost."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables: Sequence[Table] = list(tables)
+        self._cached = [(t, one) for t, one in enumerate(tables) if isinstance(one, CachedTable)]
+        in_memory = [one.cache if isinstance(one, CachedTable) else one for one in tables]
+        self._inner = CpuTableGroup([one for one in in_memory if isinstance(one, CpuTable)])
+        self._ahead: list[list[ReadAhead]] = []
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for _, table in sorted(self._cached, key=lambda one: id(one[1])):  # no deadlock
+                stack.enter_context(table.lock)
+            yield
+
+    def evaluate(
+        self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
+    ) -> None:
+        with self._locked():
+            views = list(self._inner.tables)
+            for t, table in self._cached:
+                views[t] = _view(table, ids[int(bounds[t]) : int(bounds[t + 1])])
+            CpuTableGroup(views).evaluate(ids, bounds, pooling, out)
+
+    def read_ahead(self, ids: torch.Tensor, bounds: Bounds) -> bool:
+        with self._locked():
+            started = []
+            for t, table in self._cached:
+                part = ids[int(bounds[t]) : int(bounds[t + 1])]
+                ahead = ReadAhead(torch.unique(part[table.cache.find_slots(part) < 0]))
+                table.read_ahead(ahead)
+                reader = threading.Thread(
+                    target=ahead.read, args=(table.store,), daemon=True, name="read ahead"
+                )
+                reader.start()
+                started.append(ahead)
+            self._ahead.append(started)
+        return True
+
+    def end_read_ahead(self) -> None:
+        with self._locked():
+            for (_, table), ahead in zip(self._cached, self._ahead.pop(0), strict=True):
+                table.end_read_ahead(ahead)
+
+    def find_or_insert(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+    ) -> CachedLookup:
+        limits = tuple(int(b) for b in bounds)
+        for table in self.tables:
+            table.check_can_score()  # before anything moves
+        with self._locked(), ExitStack() as stack:
+            inner: list[CpuLookup] = []
+            for other in protect:
+                inner.append(self._ensure(other, inner))
+            for t, table in self._cached:
+                part = ids[limits[t] : limits[t + 1]]
+                missing = table.bring_up(part, [one.batches[t] for one in inner])
+                table.count_cache_misses(missing)
+                stack.enter_context(table.counting_new())
+            lookup = self._inner.find_or_insert(
+                ids, limits, counts=counts, protect=inner, keep_evicted=True, check=False
+            )
+            stack.close()
+            for t, table in self._cached:
+                table.write_back(table.evicted_of(lookup.batches[t]))
+            for one, batch in zip(self.tables, lookup.batches, strict=True):
+                one.check_failures(batch.failures, batch.size)
+            return CachedLookup(lookup, ids, limits, self._evictions())
+
+    def _evictions(self) -> list[int]:
+        return [table.evictions for _, table in self._cached]
+
+    def _ensure(self, lookup: Lookup, protect: Sequence[CpuLookup] = ()) -> CpuLookup:
+        """Bring the rows of a lookup up again where some may have left."""
+        assert isinstance(lookup, CachedLookup)
+        for before, (t, table) in zip(lookup.evictions, self._cached, strict=True):
+            if before != table.evictions:
+                part = lookup.ids[lookup.bounds[t] : lookup.bounds[t + 1]]
+                table.bring_up(part, [one.batches[t] for one in protect])
+        lookup.evictions = self._evictions()
+        return lookup.inner
+
+    def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
+        with self._locked():
+            self._inner.read(self._ensure(lookup), pooling, out)
+
+    def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
+        with self._locked():
+            self._inner.update(self._ensure(lookup), pooling, gradient)
+
+    def weight_gradient(
+        self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        with self._locked():
+            return self._inner.weight_gradient(self._ensure(lookup), pooling, gradient)
+
+    def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
+        with self._locked():
+            return self._inner.reduce(self._ensure(lookup), pooling, gradient)
+
+    def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
+        with self._locked():
+            for t, table in self._cached:
+                table.bring_up(torch.cat([part[t][0] for part in parts]))
+            return self._inner.merge(parts)
+
+    def update_summed(self, gradients: SummedGradients) -> None:
+        with self._locked():
+            for t, table in self._cached:
+                table.bring_up(gradients[t][0])
+            self._inner.update_summed(gradients)
+
+
+def _view(table: CachedTable, ids: torch.Tensor) -> CpuTable:
+    """A table in memory that has the rows of ``ids``: the cache, if it has all there are."""
+    missing = torch.unique(ids[table.cache.find_slots(ids) < 0])
+    if not len(missing) or not bool(table.store.contains(missing).any()):
+        return table.cache
+    distinct = torch.unique(ids)
+    found = table.find(distinct)
+    there = found.found
+    options = replace(
+        table.cache.options,
+        max_capacity=int(there.sum()),
+        bucket_capacity=MAX_BUCKET_CAPACITY,  # one bucket: every row fits
+        admit_strategy=None,
+        admission_counter=None,
+    )
+    view = CpuTable(options, optimizer=table.optimizer, name=table.name, seed=table.seed)
+    view.insert(
+        distinct[there],
+        found.embeddings[there],
+        state=found.state[there],
+        scores=found.scores[there],
+    )
+    return view
