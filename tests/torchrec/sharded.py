@@ -203,6 +203,8 @@ def dynamic_model(
     constraints = {
         one.name: DynamicEmbParameterConstraints(
             use_dynamicemb=one.name not in static,
+            # Not data-parallel: DDP would leave the table to a dense optimizer.
+            sharding_types=["table_wise"] if one.name in static else None,
             dynamicemb_options=(options or {}).get(one.name, DynamicEmbTableOptions()),
         )
         for one in tables

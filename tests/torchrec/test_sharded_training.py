@@ -222,12 +222,10 @@ def mixed(rank: int, world_size: int, *, bags: bool) -> None:
                 else:
                     value.copy_(start[table])
             losses = sharded.train(model, batches)
-            if "data_parallel" not in str(model.plan):  # DDP leaves those to a dense optimizer
-                torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
             rows = sharded.dynamic_rows(model, torch.arange(sharded.ROWS))
-            if "data_parallel" not in str(model.plan):
-                for name, found in rows.items():
-                    torch.testing.assert_close(found, expected_rows[name], rtol=1e-6, atol=1e-6)
+            for name, found in rows.items():
+                torch.testing.assert_close(found, expected_rows[name], rtol=1e-6, atol=1e-6)
 
 
 def test_static_and_dynamic_tables_in_one_collection(ranks: Ranks) -> None:
