@@ -47,7 +47,7 @@ from dynamicemb.kernels.rows import load_rows
 #: Occurrences that are added one after the other; the sums of such blocks are then added in order.
 SUM_BLOCK = 256
 #: Ids that occur more often than this are summed by programs of their own, many loads ahead.
-HOT = 8
+HOT = 256
 
 
 @triton.jit
@@ -200,9 +200,10 @@ def update_kernel(
     """One optimizer update of every entry's row with the sum of its gradients. Entries whose row
     is gone are counted."""
     count = tl.load(count_ptr)
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < count
-    if tl.program_id(0) * BLOCK < count:
+    begin = tl.program_id(0) * BLOCK
+    while begin < count:
+        e = begin + tl.arange(0, BLOCK)
+        mask = e < count
         slot = tl.load(slots_ptr + e, mask=mask, other=-1)
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
@@ -265,6 +266,7 @@ def update_kernel(
             tl.store(states[:, None] + DIM + column[None, :], second, mask=inside)
         if KIND == ROWWISE_ADAGRAD:
             tl.store(states, scalar, mask=mask)
+        begin += tl.num_programs(0) * BLOCK
 
 
 @kernel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -226,7 +227,8 @@ class CudaTable(Table):
     def group(self) -> CudaTableGroup:
         """This table alone as a group."""
         if self._group is None:
-            self._group = CudaTableGroup([self])
+            # A proxy: a cycle would keep the memory until the garbage collector comes by.
+            self._group = CudaTableGroup([weakref.proxy(self)])
         return self._group
 
     _group: CudaTableGroup | None = None

@@ -142,7 +142,7 @@ class Batch:
         if self._hot is None:
             _, starts = self.group()
             base = self._new(torch.int32)
-            entry = self._new(torch.int32, blocks(self.n, HOT) + 1)  # as many blocks at most
+            entry = self._new(torch.int32, 2 * blocks(self.n, HOT) + 1)  # enough
             work = self._work[4:]
             if self.n > HOT:
                 self._run(
