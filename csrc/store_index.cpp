@@ -34,18 +34,19 @@ uint32_t StoreIndex::find(uint64_t id) const {
              : kNone;
 }
 
+void StoreIndex::prefetch(uint64_t id) const {
+  const uint64_t hash = hash_id(id);
+  const Part& part = parts_[hash >> 56];
+  if (part.homes == 0) return;
+  const uint64_t at = part.home(hash);
+  __builtin_prefetch(&part.hashes[at]);
+  __builtin_prefetch(&part.places[at]);
+}
+
 void StoreIndex::find(const uint64_t* ids, size_t n, uint32_t* places) const {
   constexpr size_t kAhead = 16;
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) {
-      const uint64_t hash = hash_id(ids[i + kAhead]);
-      const Part& part = parts_[hash >> 56];
-      if (part.homes != 0) {
-        const uint64_t at = part.home(hash);
-        __builtin_prefetch(&part.hashes[at]);
-        __builtin_prefetch(&part.places[at]);
-      }
-    }
+    if (i + kAhead < n) prefetch(ids[i + kAhead]);
     places[i] = find(ids[i]);
   }
 }

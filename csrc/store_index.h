@@ -19,6 +19,8 @@ class StoreIndex {
   uint64_t size() const { return size_; }
   uint64_t bytes() const;
   uint32_t find(uint64_t id) const;
+  // Starts to load what find() or set() of this id will look at.
+  void prefetch(uint64_t id) const;
   void find(const uint64_t* ids, size_t n, uint32_t* places) const;
   // The place before, or kNone.
   uint32_t set(uint64_t id, uint32_t place);

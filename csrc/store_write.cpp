@@ -4,12 +4,19 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 
 #include "store.h"
 
 namespace dynamicemb {
+namespace {
+
+constexpr size_t kAhead = 16;                // ids whose place in the index is loaded ahead
+constexpr size_t kWrite = (1 << 20) + 8192;  // bytes that wait before they are written
+
+}  // namespace
 
 void SsdStore::start_segment() {
   if (active_ != nullptr) active_->finish(active_content_);
@@ -41,7 +48,10 @@ void SsdStore::insert(const uint64_t* ids, size_t n, std::span<const Column> col
   checked(columns);
   std::unique_lock lock(mutex_);
   check_open();
+  // Written while it is in the processor's caches. A failure waits until all rows are taken.
+  std::exception_ptr failure;
   for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) content_.index.prefetch(ids[i + kAhead]);
     uint32_t place;
     std::byte* payload = append(ids[i], kRow, 0, place);
     for (const Column& column : columns) {
@@ -50,7 +60,15 @@ void SsdStore::insert(const uint64_t* ids, size_t n, std::span<const Column> col
     }
     active_->seal_record();
     content_.index.set(ids[i], place);
+    if (!failure && active_->pending() >= kWrite) {
+      try {
+        drain(false);
+      } catch (const StoreError&) {
+        failure = std::current_exception();
+      }
+    }
   }
+  if (failure) std::rethrow_exception(failure);
   drain(false);
   clean(3 * n);
 }
