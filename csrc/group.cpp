@@ -86,29 +86,32 @@ class Gradients {
             int threads)
       : pooling_(pooling), gradient_(static_cast<const std::byte*>(gradient)) {
     if (!pooling.pooled) return;
-    size_t ids = 0, bags = 0;
-    for (const Segment& segment : segments) {
+    size_t ids = 0;
+    for (const Segment& segment : segments)
       ids = std::max(ids, segment.id_begin + segment.id_count);
-      bags = std::max(bags, (segment.first_feature + segment.features) * pooling.batch_size);
+    places_.reset(new size_t[ids]);
+    if (pooling.mean) scales_.reset(new float[ids]);
+    for (const Segment& segment : segments) {
+      const size_t bags = segment.features * pooling.batch_size;
+      const int64_t* offsets = pooling.offsets + segment.first_feature * pooling.batch_size;
+      parallel_for(threads, (bags + kChunk - 1) / kChunk, [&](size_t task) {
+        const size_t end = std::min(bags, (task + 1) * kChunk);
+        for (size_t bag = task * kChunk; bag < end; ++bag) {
+          const auto from = static_cast<size_t>(offsets[bag]);
+          const auto to = static_cast<size_t>(offsets[bag + 1]);
+          std::fill(&places_[from], &places_[to], output_of_bag(segment, pooling, bag));
+          if (!pooling.mean) continue;
+          const float part = 1.0f / static_cast<float>(to - from);
+          for (size_t i = from; i < to; ++i)
+            scales_[i] = pooling.weights != nullptr ? pooling.weights[i] * part : part;
+        }
+      });
     }
-    bag_of_.reset(new uint32_t[ids]);
-    parallel_for(threads, (bags + kChunk - 1) / kChunk, [&](size_t task) {
-      const size_t end = std::min(bags, (task + 1) * kChunk);
-      for (size_t bag = task * kChunk; bag < end; ++bag)
-        for (int64_t i = pooling.offsets[bag]; i < pooling.offsets[bag + 1]; ++i)
-          bag_of_[static_cast<size_t>(i)] = static_cast<uint32_t>(bag);
-    });
   }
 
-  const std::byte* row(const Segment& segment, size_t occurrence) const {
-    size_t index;
-    if (pooling_.pooled) {
-      index = output_of_bag(segment, pooling_,
-                            bag_of_[occurrence] - segment.first_feature * pooling_.batch_size);
-    } else {
-      index = occurrence * pooling_.stride;
-    }
-    return gradient_ + index * bytes_of(pooling_.type);
+  const std::byte* row(size_t occurrence) const {
+    const size_t place = pooling_.pooled ? places_[occurrence] : occurrence * pooling_.stride;
+    return gradient_ + place * bytes_of(pooling_.type);
   }
 
   DataType type() const { return pooling_.type; }
@@ -118,45 +121,67 @@ class Gradients {
   }
 
   float scale(size_t occurrence) const {
-    float scale = pooling_.weights != nullptr ? pooling_.weights[occurrence] : 1.0f;
-    if (pooling_.mean) {
-      const size_t bag = bag_of_[occurrence];
-      const auto length = static_cast<float>(pooling_.offsets[bag + 1] - pooling_.offsets[bag]);
-      scale *= 1.0f / length;
-    }
-    return scale;
+    const float* scales = this->scales();
+    return scales != nullptr ? scales[occurrence] : 1.0f;
   }
 
   // sum = the gradients of `count` occurrences: blocks of kSumBlock in order, then their sums.
   void sum(const Segment& segment, const uint32_t* occurrences, uint32_t count, float clamp,
            float* sum, float* scratch) const {
     const uint32_t dim = segment.table->config().dim;
-    const size_t bytes = dim * bytes_of(pooling_.type);
-    const auto accumulate = kernels().accumulate;
-    if (plain() && !pooling_.pooled && clamp == 0) {
-      const std::byte* rows = row(segment, segment.id_begin);
-      const RowSource source{rows, nullptr, pooling_.stride * sizeof(float), dim, pooling_.type};
-      if (count > kFetched)
-        prefetch_rows(source, occurrences + kFetched, std::min(count, kSumBlock) - kFetched);
-      const auto sum_block = [&](uint32_t begin, uint32_t end, float* into) {
-        prefetch_rows(source, occurrences + end, std::min(kSumBlock, count - end));
-        kernels().pool(source, {occurrences + begin, nullptr, end - begin, 1.0f},
-                       DataType::kFloat32, into);
-      };
-      return sum_blocks(count, dim, sum, scratch, sum_block);
-    }
+    const size_t elements = pooling_.batch_size * pooling_.stride;
+    if (pooling_.type != DataType::kFloat32 || clamp != 0 || elements >= kSideRow ||
+        (!pooling_.pooled && pooling_.weights != nullptr))
+      return sum_any(segment, occurrences, count, clamp, sum, scratch);
+    if (!pooling_.pooled) return sum_rows(segment, occurrences, count, sum, scratch);
+    const RowSource source{gradient_, nullptr, sizeof(float), dim, pooling_.type};
     sum_blocks(count, dim, sum, scratch, [&](uint32_t begin, uint32_t end, float* into) {
-      std::fill_n(into, dim, 0.0f);
+      uint32_t rows[kSumBlock];  // by element: bags of several features start at any column
+      float factors[kSumBlock];
       for (uint32_t i = begin; i < end; ++i) {
-        if (i + 4 < count)
-          prefetch_bytes(row(segment, segment.id_begin + occurrences[i + 4]), bytes);
         const size_t occurrence = segment.id_begin + occurrences[i];
-        accumulate(pooling_.type, row(segment, occurrence), clamp, scale(occurrence), into, dim);
+        rows[i - begin] = static_cast<uint32_t>(places_[occurrence]);
+        factors[i - begin] = scale(occurrence);
       }
+      prefetch_rows(source, rows, end - begin);
+      kernels().pool(source, {rows, scales() != nullptr ? factors : nullptr, end - begin, 1.0f},
+                     DataType::kFloat32, into);
     });
   }
 
  private:
+  const float* scales() const { return scales_ ? scales_.get() : pooling_.weights; }
+
+  // Rows of an fp32 gradient that is not pooled.
+  void sum_rows(const Segment& segment, const uint32_t* occurrences, uint32_t count, float* sum,
+                float* scratch) const {
+    const uint32_t dim = segment.table->config().dim;
+    const RowSource source{row(segment.id_begin), nullptr, pooling_.stride * sizeof(float), dim,
+                           pooling_.type};
+    if (count > kFetched)
+      prefetch_rows(source, occurrences + kFetched, std::min(count, kSumBlock) - kFetched);
+    sum_blocks(count, dim, sum, scratch, [&](uint32_t begin, uint32_t end, float* into) {
+      prefetch_rows(source, occurrences + end, std::min(kSumBlock, count - end));
+      kernels().pool(source, {occurrences + begin, nullptr, end - begin, 1.0f}, DataType::kFloat32,
+                     into);
+    });
+  }
+
+  void sum_any(const Segment& segment, const uint32_t* occurrences, uint32_t count, float clamp,
+               float* sum, float* scratch) const {
+    const uint32_t dim = segment.table->config().dim;
+    const size_t bytes = dim * bytes_of(pooling_.type);
+    const auto accumulate = kernels().accumulate;
+    sum_blocks(count, dim, sum, scratch, [&](uint32_t begin, uint32_t end, float* into) {
+      std::fill_n(into, dim, 0.0f);
+      for (uint32_t i = begin; i < end; ++i) {
+        if (i + 4 < count) prefetch_bytes(row(segment.id_begin + occurrences[i + 4]), bytes);
+        const size_t occurrence = segment.id_begin + occurrences[i];
+        accumulate(pooling_.type, row(occurrence), clamp, scale(occurrence), into, dim);
+      }
+    });
+  }
+
   template <class SumBlock>
   static void sum_blocks(uint32_t count, uint32_t dim, float* sum, float* scratch,
                          const SumBlock& sum_block) {
@@ -170,7 +195,9 @@ class Gradients {
 
   const Pooling& pooling_;
   const std::byte* gradient_;
-  std::unique_ptr<uint32_t[]> bag_of_;
+  // Pooled: where the gradient of each occurrence starts, in elements; for means, its factor.
+  std::unique_ptr<size_t[]> places_;
+  std::unique_ptr<float[]> scales_;
 };
 
 namespace {
@@ -308,8 +335,7 @@ uint64_t Group::update_range(const Segment& segment, const Gradients& gradients,
         const auto [first, last] = batch.spans_[entry];
         const uint32_t fetched = std::min(last, first + kFetched);
         for (uint32_t i = first; i < fetched; ++i)
-          prefetch_bytes(gradients.row(segment, segment.id_begin + batch.occurrences_[i]),
-                         gradient_bytes);
+          prefetch_bytes(gradients.row(segment.id_begin + batch.occurrences_[i]), gradient_bytes);
       }
     }
     const uint32_t entry = batch.entry_at_[position];
@@ -323,7 +349,7 @@ uint64_t Group::update_range(const Segment& segment, const Gradients& gradients,
     const uint32_t count = last - first;
     const float* total = sum;
     if (direct && count == 1) {
-      total = reinterpret_cast<const float*>(gradients.row(segment, segment.id_begin + position));
+      total = reinterpret_cast<const float*>(gradients.row(segment.id_begin + position));
     } else {
       gradients.sum(segment, batch.occurrences_ + first, count, step.max_gradient, sum, scratch);
     }
@@ -365,7 +391,7 @@ void Group::weight_gradient(std::span<const Segment> segments, const Pooling& po
     for (size_t i = begin; i < end; ++i) {
       const size_t occurrence = segment.id_begin + i;
       kernels().widen(table.config_.type, source.at(batch.rows_[i]), row.data(), dim);
-      kernels().widen(pooling.type, gradients.row(segment, occurrence), incoming.data(), dim);
+      kernels().widen(pooling.type, gradients.row(occurrence), incoming.data(), dim);
       out[occurrence] =
           kernels().dot(row.data(), incoming.data(), dim) * gradients.scale(occurrence);
     }
