@@ -200,10 +200,9 @@ def update_kernel(
     """One optimizer update of every entry's row with the sum of its gradients. Entries whose row
     is gone are counted."""
     count = tl.load(count_ptr)
-    begin = tl.program_id(0) * BLOCK
-    while begin < count:
-        e = begin + tl.arange(0, BLOCK)
-        mask = e < count
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < count
+    if tl.program_id(0) * BLOCK < count:
         slot = tl.load(slots_ptr + e, mask=mask, other=-1)
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
@@ -266,7 +265,6 @@ def update_kernel(
             tl.store(states[:, None] + DIM + column[None, :], second, mask=inside)
         if KIND == ROWWISE_ADAGRAD:
             tl.store(states, scalar, mask=mask)
-        begin += tl.num_programs(0) * BLOCK
 
 
 @kernel

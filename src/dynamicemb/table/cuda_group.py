@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _L2, _DECOUPLED = 1, 2
 #: Numbers of rows that one program updates: measured on an H200.
 UPDATE_TILE = 256
-UPDATE_PROGRAMS = 2 if INTERPRETED else 132 * 32
 
 
 @dataclass
@@ -477,7 +476,7 @@ class CudaTableGroup(TableGroup):
             block = max(1, (4096 if INTERPRETED else UPDATE_TILE) // one.columns)
             launch(
                 gradients.update_kernel,
-                min(blocks(batch.n, block), UPDATE_PROGRAMS),
+                blocks(batch.n, block),
                 (
                     batch.ids,
                     batch.tables,
