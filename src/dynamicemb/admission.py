@@ -20,6 +20,7 @@ from dynamicemb.errors import (
     check_integer,
     check_number,
     wrong_type,
+    wrong_value,
 )
 from dynamicemb.hashing import mix, signed
 from dynamicemb.options import (
@@ -144,6 +145,21 @@ def _check_initializer_args(args: object) -> None:
     if not isinstance(args, DynamicEmbInitializerArgs):
         raise wrong_type("initializer_args", args, "None or DynamicEmbInitializerArgs")
     args.validate()
+
+
+def admission_mask(
+    strategy: AdmissionStrategy, ids: torch.Tensor, frequencies: torch.Tensor
+) -> torch.Tensor:
+    """What ``strategy`` says of the ids: bool [n]. Raises if it answers with anything else."""
+    mask = strategy.admit(ids, frequencies)
+    name = type(strategy).__name__
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        raise wrong_type(f"the result of {name}.admit", mask, "a tensor of bool")
+    if mask.shape != ids.shape:
+        raise wrong_value(
+            f"the shape of {name}.admit's result", tuple(mask.shape), str(tuple(ids.shape))
+        )
+    return mask
 
 
 def _check_batch(keys: torch.Tensor, frequencies: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dynamicemb.admission import FrequencyAdmissionStrategy, KVCounter
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import (
     DynamicEmbInitializerArgs,
@@ -21,7 +22,16 @@ from dynamicemb.table.base import Pooling, TableGroup
 from tables import Clock, contents
 
 MakeTable = Callable[..., Table]
-COUNTED = ("hits", "misses", "inserts", "evictions", "failures", "dropped_gradients", "size")
+COUNTED = (
+    "hits",
+    "misses",
+    "inserts",
+    "evictions",
+    "failures",
+    "rejections",
+    "dropped_gradients",
+    "size",
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Shape:
     pooling: DynamicEmbPoolingMode = DynamicEmbPoolingMode.NONE
     weighted: bool = False
     start: int | None = None
+    threshold: int = 0  # of admission by frequency
     ids: int = 100  # per table and step
     bag: int = 5
     spread: int = 400
@@ -55,6 +66,10 @@ def tables_of(shape: Shape, make: MakeTable) -> list[Table]:
         score_strategy=shape.strategy,
         initializer_args=DynamicEmbInitializerArgs(mode=shape.mode),
     )
+    if shape.threshold:
+        rejected = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.NORMAL)
+        options.admit_strategy = FrequencyAdmissionStrategy(shape.threshold, rejected)
+        options.admission_counter = KVCounter(capacity=4096)
     tables = []
     for t, dim in enumerate(shape.dims):
         optimizer = Optimizer(shape.kind, replace(shape.args))
@@ -174,6 +189,7 @@ SHAPES = {
     "weighted mean": Shape(dims=(6,), kind=_Kind.MOMENTUM, pooling=_MEAN, weighted=True),
     "lfu": Shape(dims=(16,), kind=_Kind.ROWWISE_ADAGRAD, strategy=_Score.LFU, width=32),
     "pair": Shape(strategy=(_Score.TIMESTAMP, _Score.LFU), kind=_Kind.FTRL),
+    "admission": Shape(dims=(8, 4, 8), threshold=2, pooling=_SUM, weighted=True),
     "step": Shape(strategy=_Score.STEP, kind=_Kind.PARTIAL_ROWWISE_ADAM, dims=(33,)),
     "customized": Shape(strategy=_Score.CUSTOMIZED, mode=_Mode.NORMAL),
     "no eviction": Shape(strategy=_Score.NO_EVICTION, mode=_Mode.TRUNCATED_NORMAL),

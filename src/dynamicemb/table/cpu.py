@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dynamicemb.admission import ProbabilityAdmissionStrategy
-from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer, wrong_type, wrong_value
+from dynamicemb.admission import ProbabilityAdmissionStrategy, admission_mask
+from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer
 from dynamicemb.optimizers import Optimizer, OptimizerKind
 from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
 from dynamicemb.table import content
@@ -415,17 +415,7 @@ class CpuTable(Table):
         frequencies = counts
         if self.counter is not None:
             frequencies = counts + self.counter.counts(ids)
-        mask = strategy.admit(ids, frequencies)
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            raise wrong_type(
-                f"the result of {type(strategy).__name__}.admit", mask, "a tensor of bool"
-            )
-        if mask.shape != ids.shape:
-            raise wrong_value(
-                f"the shape of {type(strategy).__name__}.admit's result",
-                tuple(mask.shape),
-                str(tuple(ids.shape)),
-            )
+        mask = admission_mask(strategy, ids, frequencies)
         mask = mask.contiguous()
         rows = None
         if strategy.writes_rejected_rows:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from dynamicemb.admission import ProbabilityAdmissionStrategy
+from dynamicemb.admission import ProbabilityAdmissionStrategy, admission_mask
 from dynamicemb.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
     UsageError,
     check_integer,
-    wrong_type,
     wrong_value,
 )
 from dynamicemb.kernels import find, initialize, rows
@@ -632,17 +631,7 @@ class CudaTable(Table):
         frequencies = counts
         if self.counter is not None:
             frequencies = counts + self.counter.counts(ids)
-        mask = strategy.admit(ids, frequencies)
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            raise wrong_type(
-                f"the result of {type(strategy).__name__}.admit", mask, "a tensor of bool"
-            )
-        if mask.shape != ids.shape:
-            raise wrong_value(
-                f"the shape of {type(strategy).__name__}.admit's result",
-                tuple(mask.shape),
-                str(tuple(ids.shape)),
-            )
+        mask = admission_mask(strategy, ids, frequencies)
         mask = mask.to(self._device)
         rejected = ids[~mask]
         side = None

@@ -36,7 +36,8 @@ class Batch:
 
     Entry arrays have room for one entry per id; ``count`` (int32 [1], on the device) says how many
     are used. ``slots[e]``: the slot of entry e in its table, or SLOT_FAILED, SLOT_GONE, or
-    SLOT_REJECTED - k for an entry that was not admitted and reads row k of ``side``.
+    SLOT_REJECTED - k for an entry that was not admitted and reads row k of the ``sides``
+    of its table's (dim, type).
     """
 
     def __init__(
@@ -52,13 +53,17 @@ class Batch:
         self.bounds = bounds
         self.n = len(ids)
         self.device = ids.device
-        self.side: torch.Tensor | None = None
+        self.sides: dict[tuple[int, int], torch.Tensor] = {}
         self._order: torch.Tensor | None = None
         self._hot: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if distinct and self.one:
             self._take_distinct()
         else:
             self._dedup()
+
+    def side_of(self, one: TableClass) -> torch.Tensor | None:
+        """The rows that rejected ids of a class of tables read."""
+        return self.sides.get((one.dim, one.type))
 
     def _new(self, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
         return torch.empty(self.n if count is None else count, dtype=dtype, device=self.device)

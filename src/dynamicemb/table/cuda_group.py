@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -199,12 +199,13 @@ class CudaTableGroup(TableGroup):
         count: int,
         *,
         missing: bool,
-        side: torch.Tensor | None,
+        sides: Mapping[tuple[int, int], torch.Tensor],
     ) -> None:
         tables, columns = self._feature_arrays(pooling.features)
         bags = len(tables) * pooling.batch_size
         assert pooling.offsets is not None
         for one in layout.classes:
+            side = sides.get((one.dim, one.type))
             block = max(1, (4096 if INTERPRETED else 256) // one.columns)
             launch(
                 rows.pool_kernel,
@@ -269,7 +270,7 @@ class CudaTableGroup(TableGroup):
         with self._entered() as layout:
             slots = self.find_slots(ids, limits)
             if pooling.pooled:
-                self._pool(layout, slots, None, pooling, out, len(ids), missing=True, side=None)
+                self._pool(layout, slots, None, pooling, out, len(ids), missing=True, sides={})
                 return
             for one in layout.classes:
                 self._gather(
@@ -384,8 +385,7 @@ class CudaTableGroup(TableGroup):
         codes = batch.locate(None)
         used = int(batch.count)
         missing = codes[:used] == SLOT_GONE
-        sides: list[torch.Tensor] = []
-        offset = 0
+        sides: dict[tuple[int, int], list[torch.Tensor]] = {}
         decided = torch.zeros(batch.n, dtype=torch.int32, device=self.device)
         for t, table in enumerate(self.tables):
             if table.admit_strategy is None:
@@ -396,15 +396,13 @@ class CudaTableGroup(TableGroup):
                 continue
             mask, side = table.decide(batch.ids[entries], totals[entries])
             rejected = entries[~mask]
-            numbers = torch.arange(len(rejected), device=self.device, dtype=torch.int32)
-            decided[rejected] = SLOT_REJECTED - offset - numbers
+            alike = sides.setdefault((table.dim, TYPES[table.dtype]), [])
+            first = sum(map(len, alike))
+            numbers = torch.arange(first, first + len(rejected), device=self.device)
+            decided[rejected] = SLOT_REJECTED - numbers.to(torch.int32)
             if side is not None:
-                sides.append(side.contiguous())
-                offset += len(rejected)
-        if len(sides) == 1:
-            batch.side = sides[0]
-        elif sides:
-            batch.side = _side_by_side(sides)
+                alike.append(side.contiguous())
+        batch.sides = {shape: torch.cat(some) for shape, some in sides.items() if some}
         return decided
 
     def _grow(self, batch: Batch, codes: torch.Tensor | None) -> None:
@@ -436,13 +434,13 @@ class CudaTableGroup(TableGroup):
             if pooling.pooled:
                 self._pool(
                     layout, batch.slots, batch.entry_of, pooling, out, batch.n,
-                    missing=False, side=batch.side,
+                    missing=False, sides=batch.sides,
                 )  # fmt: skip
                 return
             for one in layout.classes:
                 self._gather(
                     layout, one, batch.slots, batch.entry_of, batch.bounds, out,
-                    TYPES[pooling.dtype], missing=False, side=batch.side,
+                    TYPES[pooling.dtype], missing=False, side=batch.side_of(one),
                 )  # fmt: skip
 
     # ---- backward ----
@@ -536,6 +534,7 @@ class CudaTableGroup(TableGroup):
                 return out
             sums = _GradientSums(self, layout, batch, pooling, gradient, out)
             for one in layout.classes:
+                side = batch.side_of(one)
                 block = max(1, (4096 if INTERPRETED else 256) // one.columns)
                 launch(
                     gradients.weight_gradient_kernel,
@@ -549,7 +548,7 @@ class CudaTableGroup(TableGroup):
                         layout.floats,
                         layout.tables,
                         one.number,
-                        bits(gradient) if batch.side is None else bits(batch.side),
+                        bits(gradient) if side is None else bits(side),
                         bits(sums.gradient),
                         sums.stride,
                         sums.bag_of,
@@ -567,7 +566,7 @@ class CudaTableGroup(TableGroup):
                         block,
                         batch.one,
                         layout.one_class,
-                        batch.side is not None,
+                        side is not None,
                     ),
                     warps=1,
                     device=self.device,
@@ -781,8 +780,3 @@ def _flags(optimizer: Optimizer, clamp: bool) -> tuple[bool, int, bool, bool, bo
         args.stochastic_rounding,
         clamp and args.gradient_clipping,
     )
-
-
-def _side_by_side(sides: list[torch.Tensor]) -> torch.Tensor:
-    """The rejected rows of tables of one dim, one after the other."""
-    return torch.cat(sides)
