@@ -116,6 +116,8 @@ class Batch {
   uint32_t partition_of(uint64_t hash) const;
   void update_hit(uint32_t entry, uint32_t slot, const BatchScore& score);
   void write_given(uint32_t entry, uint32_t slot, bool fresh);
+  // The given rows to their slots; missed[i]: the i-th entry of the partition is new.
+  void write_rows(const Partition& p, const std::vector<bool>& missed);
   void insert(Partition& p, uint32_t entry, const BatchScore& score, struct VictimQueue* queue);
   void hand_back(Partition& p, uint32_t entry, uint32_t slot);
   void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;

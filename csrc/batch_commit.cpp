@@ -47,7 +47,6 @@ void Batch::update_hit(uint32_t entry, uint32_t slot, const BatchScore& score) {
         break;
     }
   }
-  if (mode_ != BatchMode::kTrain) write_given(entry, slot, false);
 }
 
 void Batch::write_given(uint32_t entry, uint32_t slot, bool fresh) {
@@ -144,12 +143,28 @@ void Batch::insert(Partition& p, uint32_t entry, const BatchScore& score, Victim
     default:
       record.score = score.value;
   }
+  if (mode_ != BatchMode::kTrain) return;  // write_rows follows
   std::byte* row = t.row(slot);
-  if (mode_ == BatchMode::kTrain) {
-    initialize_row(t.config_.initializer, id, row);
-    t.initialize_state(row, record);
-  } else {
-    write_given(entry, slot, true);
+  initialize_row(t.config_.initializer, id, row);
+  t.initialize_state(row, record);
+}
+
+void Batch::write_rows(const Partition& p, const std::vector<bool>& missed) {
+  const Table& t = *table_;
+  const size_t state_bytes = t.state_.columns * sizeof(float);
+  constexpr uint32_t kDistance = 8;
+  const uint32_t end = p.begin + p.unique;
+  for (uint32_t entry = p.begin; entry < end; ++entry) {
+    if (const uint32_t ahead = entry + kDistance; ahead < end && entry_slots_[ahead] != kNoSlot) {
+      const size_t last = occurrences_[spans_[ahead].end - 1];
+      if (given_.embeddings != nullptr)
+        prefetch_bytes(given_.embeddings + last * t.embedding_bytes_, t.embedding_bytes_);
+      if (given_.state != nullptr)
+        prefetch_bytes(given_.state + last * t.state_.dim(), state_bytes);
+      prefetch_bytes(t.row(entry_slots_[ahead]), t.stride_);
+    }
+    const uint32_t slot = entry_slots_[entry];
+    if (slot != kNoSlot) write_given(entry, slot, missed[entry - p.begin]);
   }
 }
 
@@ -171,6 +186,11 @@ void Batch::commit(size_t partition, const BatchScore& score) {
   Partition& p = parts_[partition];
   const uint32_t end = p.begin + p.unique;
   constexpr uint32_t kDistance = 16;
+  const bool writes = mode_ == BatchMode::kInsert || mode_ == BatchMode::kAssign;
+  std::vector<bool> missed;
+  if (writes)
+    for (uint32_t entry = p.begin; entry < end; ++entry)
+      missed.push_back(entry_slots_[entry] == kNoSlot);
   if (mode_ != BatchMode::kLocate) {
     for (uint32_t entry = p.begin; entry < end; ++entry) {
       if (entry + kDistance < end && entry_slots_[entry + kDistance] != kNoSlot)
@@ -196,6 +216,7 @@ void Batch::commit(size_t partition, const BatchScore& score) {
     }
   }
   if (mode_ == BatchMode::kTrain) publish(p);
+  if (writes) write_rows(p, missed);
 }
 
 void Batch::finish() {
