@@ -1,8 +1,9 @@
 """dynamicemb: embedding tables for PyTorch whose ids are any 64-bit integers."""
 
 try:  # first: the modules below import it by this name
+    import dynamicemb._engine  # noqa: F401  (tells a missing module from one that fails)
     from dynamicemb import _engine as _engine
-except ImportError as _error:
+except ModuleNotFoundError as _error:
     from dynamicemb.missing_engine import MissingEngine
 
     _engine = MissingEngine(_error)  # type: ignore[assignment]
