@@ -8,6 +8,7 @@ except ModuleNotFoundError as _error:
 
     _engine = MissingEngine(_error)  # type: ignore[assignment]
 
+from dynamicemb import tiers as tiers  # lets create_table make tables with a store below
 from dynamicemb.admission import (
     AdmissionStrategy,
     Counter,

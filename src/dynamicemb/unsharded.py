@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,7 +159,7 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(lengths.reshape(-1).to(torch.int64).cumsum(0), (1, 0))
 
 
-class _DynamicCollection(nn.Module):
+class _DynamicCollection(nn.Module, ABC):
     """What the two collections share: dynamic groups beside the tables that stay static."""
 
     is_dynamic_collection = True
@@ -201,16 +202,16 @@ class _DynamicCollection(nn.Module):
         return [name for table in group.tables.table_names for name in self._names_of[table]]
 
     @staticmethod
+    @abstractmethod
     def _modes(
         configs: Sequence[BaseEmbeddingConfig],
     ) -> dict[DynamicEmbPoolingMode, list[BaseEmbeddingConfig]]:
         """The tables of each group."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def _modules_of(collection: Any) -> nn.ModuleDict:
         """The collection's tables."""
-        raise NotImplementedError
 
     def _static(self, collection: Any, configs: list[BaseEmbeddingConfig]) -> nn.Module:
         """A TorchRec collection of some tables, with the very parameters they have."""
@@ -220,8 +221,9 @@ class _DynamicCollection(nn.Module):
         return static
 
     @staticmethod
+    @abstractmethod
     def _empty_copy(collection: Any, configs: list[BaseEmbeddingConfig]) -> nn.Module:
-        raise NotImplementedError
+        """A TorchRec collection like this one, of some of its tables."""
 
     def _keep_rows(self, modules: nn.ModuleDict) -> None:
         for group in self.groups:

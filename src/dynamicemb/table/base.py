@@ -221,6 +221,8 @@ class Table(ABC):
 
     #: Whether a store of rows lies below.
     has_store: ClassVar[bool] = False
+    #: Slots it can grow to.
+    max_slots: int
 
     @property
     def dim(self) -> int:
@@ -604,6 +606,33 @@ class Table(ABC):
         self.check_device(name, rows)
         return rows.detach().resolve_neg().contiguous()
 
+    def check_whole_rows(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The rows that :meth:`insert` and :meth:`assign` take, contiguous."""
+        ids = self.check_ids("ids", ids)
+        n = len(ids)
+        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
+        if state is not None:
+            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
+        if scores is not None:
+            scores = self.check_scores(scores, n)
+        return ids, embeddings, state, scores
+
+    def empty_rows(self, count: int) -> Rows:
+        """Uninitialised buffers for ``count`` rows."""
+        shape = (count,) if self.score_words == 1 else (count, 2)
+        return Rows(
+            torch.empty(count, dtype=torch.int64, device=self.device),
+            torch.empty(count, self.dim, dtype=self.dtype, device=self.device),
+            torch.empty(count, self.state_dim, dtype=torch.float32, device=self.device),
+            torch.empty(shape, dtype=torch.int64, device=self.device),
+        )
+
     def check_counts(self, counts: object, count: int) -> torch.Tensor:
         """``counts`` as a contiguous int64 tensor of positive numbers."""
         if not isinstance(counts, torch.Tensor) or counts.dtype != torch.int64:
@@ -632,6 +661,12 @@ class Table(ABC):
         buckets = self.capacity // self.bucket_capacity
         high = (mix(ids.view(torch.int64)) >> 32) & 0xFFFFFFFF
         return (high * buckets) >> 32
+
+    @abstractmethod
+    def write_rows(
+        self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
+    ) -> None:
+        """:meth:`insert` of saved rows; those that do not fit are counted, not reported."""
 
     @abstractmethod
     def make_group(self, tables: Sequence[Table]) -> TableGroup:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 from dynamicemb.hashing import signed
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
-from dynamicemb.table.base import Progress
-
-if TYPE_CHECKING:
-    from dynamicemb.table.cpu import CpuTable
-    from dynamicemb.table.cuda import CudaTable
-    from dynamicemb.tiers.cached_table import CachedTable
-
-    StoredTable: TypeAlias = CpuTable | CudaTable | CachedTable
+from dynamicemb.table.base import Progress, Table
 
 FORMAT = 1
 #: The tensors of a table's content.
@@ -37,7 +29,7 @@ _META = (
 )
 
 
-def save(table: StoredTable) -> dict[str, torch.Tensor]:
+def save(table: Table) -> dict[str, torch.Tensor]:
     """See :meth:`Table.state_dict`."""
     batches = list(table.export())
     empty = table.empty_rows(0)
@@ -68,13 +60,13 @@ def optimizer_kind(state: Mapping[str, torch.Tensor]) -> OptimizerKind:
     return OptimizerKind(_numbers(state)["optimizer"])
 
 
-def check(table: StoredTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
+def check(table: Table, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
     """Raise unless the content fits a table whose optimizer is of ``kind``."""
     _checked(table, state, kind)
 
 
 def _checked(
-    table: StoredTable, state: Mapping[str, torch.Tensor], kind: OptimizerKind
+    table: Table, state: Mapping[str, torch.Tensor], kind: OptimizerKind
 ) -> tuple[torch.Tensor, ...]:
     if optimizer_kind(state) is not kind:
         raise InvalidArgumentError(
@@ -95,7 +87,7 @@ def _checked(
     )
 
 
-def load(table: StoredTable, state: Mapping[str, torch.Tensor]) -> int:
+def load(table: Table, state: Mapping[str, torch.Tensor]) -> int:
     """See :meth:`Table.load_state_dict`."""
     numbers = _numbers(state)
     ids, embeddings, rows, scores, counter_ids, counts = _checked(

@@ -230,7 +230,7 @@ class CpuTable(Table):
         group.read(lookup, pooling, embeddings)
         slots = torch.empty(len(ids), dtype=torch.int64, device="cpu")
         batch.slots(slots.data_ptr())
-        evicted = self._evicted(batch) if return_evicted else None
+        evicted = self.evicted_of(batch) if return_evicted else None
         self.check_failures(batch.failures, batch.size, evicted)
         return Inserted(embeddings, slots, evicted)
 
@@ -244,7 +244,7 @@ class CpuTable(Table):
         return_evicted: bool = False,
     ) -> Written:
         batch = self._write(INSERT, ids, embeddings, state, scores, return_evicted)
-        evicted = self._evicted(batch) if return_evicted else None
+        evicted = self.evicted_of(batch) if return_evicted else None
         self.check_failures(batch.failures, batch.size, evicted)
         return Written(self._written(batch), evicted)
 
@@ -267,14 +267,8 @@ class CpuTable(Table):
         scores: torch.Tensor | None,
         keep_evicted: bool,
     ) -> Any:
-        ids = self.check_ids("ids", ids)
-        n = len(ids)
-        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
-        if state is not None:
-            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
-        if scores is not None:
-            scores = self.check_scores(scores, n)
-        batch = _engine.Batch(self.engine, mode, ids.data_ptr(), n, 0)
+        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
+        batch = _engine.Batch(self.engine, mode, ids.data_ptr(), len(ids), 0)
         batch.give(address(embeddings), address(state), address(scores))
         if keep_evicted:
             batch.keep_evicted()
@@ -290,7 +284,8 @@ class CpuTable(Table):
         batch.written(written.data_ptr())
         return written
 
-    def _evicted(self, batch: Any) -> Rows:
+    def evicted_of(self, batch: Any) -> Rows:
+        """The rows that an engine batch evicted."""
         rows = self.empty_rows(batch.evicted_count)
         batch.evicted(
             rows.ids.data_ptr(),
@@ -299,16 +294,6 @@ class CpuTable(Table):
             rows.scores.data_ptr(),
         )
         return rows
-
-    def empty_rows(self, count: int) -> Rows:
-        """Uninitialised buffers for ``count`` rows."""
-        shape = (count,) if self.score_words == 1 else (count, 2)
-        return Rows(
-            torch.empty(count, dtype=torch.int64, device="cpu"),
-            torch.empty(count, self.dim, dtype=self.dtype, device="cpu"),
-            torch.empty(count, self.state_dim, dtype=torch.float32, device="cpu"),
-            torch.empty(shape, dtype=torch.int64, device="cpu"),
-        )
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)

@@ -12,6 +12,17 @@ from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.table.base import Table, TableGroup
 
+Settings = dict[str, Any]
+
+# What makes a table of options that ask for a store below it; the tier layer says so.
+_make_with_store: Callable[[DynamicEmbTableOptions, Settings], Table] | None = None
+
+
+def make_with_store(make: Callable[[DynamicEmbTableOptions, Settings], Table]) -> None:
+    """Let ``make`` serve options with ``caching`` or ``external_storage`` on the CPU."""
+    global _make_with_store
+    _make_with_store = make
+
 
 def create_table(
     options: DynamicEmbTableOptions,
@@ -32,24 +43,21 @@ def create_table(
     """
     if not isinstance(options, DynamicEmbTableOptions):
         raise wrong_type("options", options, "a DynamicEmbTableOptions")
-    settings: dict[str, Any] = {"optimizer": optimizer, "name": name, "seed": seed, "clock": clock}
+    settings: Settings = {"optimizer": optimizer, "name": name, "seed": seed, "clock": clock}
     return _new_table(_checked_device(device), options, settings)
 
 
-def _new_table(
-    device: torch.device, options: DynamicEmbTableOptions, settings: dict[str, Any]
-) -> Table:
+def _new_table(device: torch.device, options: DynamicEmbTableOptions, settings: Settings) -> Table:
     # Imported here: a machine may have the C++ extension or Triton alone.
     if device.type == "cuda":
         from dynamicemb.table.cuda import CudaTable
 
         return CudaTable(options, **settings, device=device)
+    if options.caching or options.external_storage is not None:
+        assert _make_with_store is not None, "dynamicemb imports the tier layer"
+        return _make_with_store(options, settings)
     from dynamicemb.table.cpu import CpuTable
 
-    if options.caching or options.external_storage is not None:
-        from dynamicemb.tiers.layout import create_cached_table
-
-        return create_cached_table(options, settings)
     return CpuTable(options, **settings)
 
 

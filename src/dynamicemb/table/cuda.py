@@ -369,7 +369,7 @@ class CudaTable(Table):
         scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
         with self.lock:
-            ids, embeddings, state, scores = self._checked_rows(ids, embeddings, state, scores)
+            ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
             self.enter()
             layout = self.group.layout
             layout.refresh()
@@ -379,22 +379,6 @@ class CudaTable(Table):
             self.changes += 1
             return self._written(batch)
 
-    def _checked_rows(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        state: torch.Tensor | None,
-        scores: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        ids = self.check_ids("ids", ids)
-        n = len(ids)
-        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
-        if state is not None:
-            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
-        if scores is not None:
-            scores = self.check_scores(scores, n)
-        return ids, embeddings, state, scores
-
     def _write(
         self,
         ids: torch.Tensor,
@@ -403,7 +387,7 @@ class CudaTable(Table):
         scores: torch.Tensor | None,
         keep_evicted: bool,
     ) -> tuple[Batch, Rows | None]:
-        ids, embeddings, state, scores = self._checked_rows(ids, embeddings, state, scores)
+        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
         group = self.group
         score = (0, 0) if scores is not None else self.batch_score()
         batch, evicted = group.insert_batch(
@@ -675,16 +659,6 @@ class CudaTable(Table):
         return CudaTableGroup([table for table in tables if isinstance(table, CudaTable)])
 
     # ---- saving ----
-
-    def empty_rows(self, count: int) -> Rows:
-        """Uninitialised buffers for ``count`` rows."""
-        shape = (count,) if self.score_words == 1 else (count, 2)
-        return Rows(
-            torch.empty(count, dtype=torch.int64, device=self._device),
-            torch.empty(count, self.dim, dtype=self.dtype, device=self._device),
-            torch.empty(count, self.state_dim, dtype=torch.float32, device=self._device),
-            torch.empty(shape, dtype=torch.int64, device=self._device),
-        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return content.save(self)

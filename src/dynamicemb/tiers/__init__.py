@@ -4,9 +4,11 @@
 such a table; see docs/tiers.md.
 """
 
+from dynamicemb.table.create import make_with_store
 from dynamicemb.tiers.base import RowLayout, Store, StoreStats
 from dynamicemb.tiers.cached_table import CachedTable, CacheStats
 from dynamicemb.tiers.host import HostStore
+from dynamicemb.tiers.layout import create_cached_table
 from dynamicemb.tiers.ssd import SsdStore
 
 __all__ = [
@@ -18,3 +20,5 @@ __all__ = [
     "Store",
     "StoreStats",
 ]
+
+make_with_store(create_cached_table)

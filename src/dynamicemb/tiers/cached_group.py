@@ -97,7 +97,7 @@ class CachedTableGroup(TableGroup):
             )
             stack.close()
             for t, table in self._cached:
-                table.write_back(table.evicted_of(lookup.batches[t]))
+                table.write_back(table.cache.evicted_of(lookup.batches[t]))
             for one, batch in zip(self.tables, lookup.batches, strict=True):
                 one.check_failures(batch.failures, batch.size)
             return CachedLookup(lookup, ids, limits, self._evictions())

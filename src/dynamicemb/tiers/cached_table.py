@@ -250,18 +250,7 @@ class CachedTable(Table):
         _engine.run_batches([batch], [(0, 0)], threads())
         written = torch.empty(len(rows), dtype=torch.bool)
         batch.written(written.data_ptr())
-        return written, self.evicted_of(batch)
-
-    def evicted_of(self, batch: Any) -> Rows:
-        """The rows that an engine batch evicted."""
-        rows = self.empty_rows(batch.evicted_count)
-        batch.evicted(
-            rows.ids.data_ptr(),
-            rows.embeddings.data_ptr(),
-            rows.state.data_ptr(),
-            rows.scores.data_ptr(),
-        )
-        return rows
+        return written, self.cache.evicted_of(batch)
 
     def write_back(self, rows: Rows) -> None:
         """Hand rows that left the cache to the store. What it does not take is kept and offered
@@ -452,13 +441,7 @@ class CachedTable(Table):
     ) -> Written:
         """As :meth:`Table.insert`. Whole rows (with state and scores) that are not in the cache go
         to the store directly."""
-        ids = self.check_ids("ids", ids)
-        n = len(ids)
-        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
-        if state is not None:
-            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
-        if scores is not None:
-            scores = self.check_scores(scores, n)
+        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
         none = self.empty_rows(0) if return_evicted else None
         with self.lock:
             if scores is not None:
@@ -470,11 +453,11 @@ class CachedTable(Table):
                 self._forget(ids)
                 self._drain()
                 self.store.insert(Rows(ids[below], embeddings[below], state[below], scores[below]))
-                return Written(torch.ones(n, dtype=torch.bool), none)
+                return Written(torch.ones(len(ids), dtype=torch.bool), none)
             # Scores come from the table's strategy: through the cache, a part at a time.
             written = []
             step = max(1, self.cache.capacity // 8)
-            for begin in range(0, n, step):
+            for begin in range(0, len(ids), step):
                 part = slice(begin, begin + step)
                 self.bring_up(ids[part])
                 with self.counting_new():
@@ -570,10 +553,6 @@ class CachedTable(Table):
         return CachedTableGroup(tables)
 
     # ---- saving ----
-
-    def empty_rows(self, count: int) -> Rows:
-        """Uninitialised buffers for ``count`` rows."""
-        return self.cache.empty_rows(count)
 
     def write_rows(
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor

@@ -1,0 +1,49 @@
+"""A module imports only from its own layer and those above it in docs/design.md's list."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import dynamicemb
+
+PACKAGE = Path(dynamicemb.__file__).parent
+LAYERS = ("kernels", "table", "tiers", "nn", "checkpoint", "torchrec")
+TORCHREC = ("planner", "shard", "unsharded", "get_planner")
+
+
+def layer_of(module: str) -> str | None:
+    """The layer of a module of the package; ``None`` for what all layers may use, and for the
+    root and the compatibility modules, which gather names from any layer."""
+    parts = module.split(".")
+    if parts[0] != "dynamicemb" or len(parts) == 1:
+        return None
+    name = "torchrec" if parts[1] in TORCHREC else parts[1]
+    return name if name in LAYERS else None
+
+
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                yield node.lineno, one.name
+
+
+def test_no_module_imports_from_a_layer_below_it() -> None:
+    wrong = []
+    seen = set()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(("dynamicemb", *file.relative_to(PACKAGE).with_suffix("").parts))
+        own = layer_of(module)
+        if own is None:
+            continue
+        seen.add(own)
+        for line, imported in imports_of(file):
+            other = layer_of(imported)
+            if other is not None and LAYERS.index(other) > LAYERS.index(own):
+                wrong.append(f"{module}:{line} imports {imported}")
+    assert seen == set(LAYERS)
+    assert wrong == []
