@@ -50,6 +50,10 @@ def create_table(
 def _new_table(device: torch.device, options: DynamicEmbTableOptions, settings: Settings) -> Table:
     # Imported here: a machine may have the C++ extension or Triton alone.
     if device.type == "cuda":
+        if options.caching:  # (external_storage: every table but one on the CPU refuses it)
+            raise InvalidArgumentError(
+                "caching is True for a table on a GPU; allowed: False there, or a table on the CPU"
+            )
         from dynamicemb.table.cuda import CudaTable
 
         return CudaTable(options, **settings, device=device)

@@ -1,0 +1,17 @@
+"""What a table on a GPU does not take; asked before a GPU is looked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamicemb import DynamicEmbTableOptions
+from dynamicemb.errors import InvalidArgumentError
+from dynamicemb.table import create_table
+
+
+def test_caching_on_a_gpu_is_refused() -> None:
+    options = DynamicEmbTableOptions(
+        dim=4, max_capacity=256, caching=True, local_hbm_for_values=2**20
+    )
+    with pytest.raises(InvalidArgumentError, match="caching is True for a table on a GPU"):
+        create_table(options, device="cuda")
