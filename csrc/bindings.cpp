@@ -362,7 +362,8 @@ void bind_group(nb::module_& m) {
              float bias_correction2_sqrt, float momentum, float dampening, float weight_decay,
              float decay_factor, float lambda1, float lambda2, float ftrl_beta, float max_gradient,
              bool nesterov, bool decoupled_decay, bool maximize, bool stochastic_rounding,
-             uint64_t rounding_seed, uint32_t step) {
+             uint64_t rounding_seed, uint32_t step, int64_t iteration, double decay1,
+             double decay2) {
             new (self) OptimizerStep{.kind = static_cast<OptimizerKind>(kind),
                                      .learning_rate = learning_rate,
                                      .epsilon = epsilon,
@@ -384,13 +385,17 @@ void bind_group(nb::module_& m) {
                                      .maximize = maximize,
                                      .stochastic_rounding = stochastic_rounding,
                                      .rounding_seed = rounding_seed,
-                                     .step = step};
+                                     .step = step,
+                                     .iteration = iteration,
+                                     .decay1 = decay1,
+                                     .decay2 = decay2};
           },
           nb::kw_only(), "kind"_a, "learning_rate"_a, "epsilon"_a, "beta2"_a, "one_minus_beta1"_a,
           "one_minus_beta2"_a, "adam_rate"_a, "bias_correction2_sqrt"_a, "momentum"_a,
           "dampening"_a, "weight_decay"_a, "decay_factor"_a, "lambda1"_a, "lambda2"_a,
           "ftrl_beta"_a, "max_gradient"_a, "nesterov"_a, "decoupled_decay"_a, "maximize"_a,
-          "stochastic_rounding"_a, "rounding_seed"_a, "step"_a);
+          "stochastic_rounding"_a, "rounding_seed"_a, "step"_a, "iteration"_a, "decay1"_a,
+          "decay2"_a);
 
   using Segments = std::vector<Segment>;
   m.def(
@@ -473,6 +478,15 @@ NB_MODULE(_engine, m) {
       },
       "ids"_a, "count"_a, "distinct"_a, "places"_a, "counts"_a,
       "The distinct ids in order of first occurrence, every id's place among them, and counts.");
+  m.def(
+      "initialize_rows",
+      [](const Initializer& initializer, Address ids, size_t count, uint32_t dim, Address rows) {
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < count; ++i)
+          kernels().initialize(initializer, at<uint64_t>(ids)[i], at<float>(rows) + i * dim, dim);
+      },
+      "initializer"_a, "ids"_a, "count"_a, "dim"_a, "rows"_a,
+      "What new rows of ids would be, as float32.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
   bind_changes(m);

@@ -9,6 +9,7 @@
 
 namespace dynamicemb {
 
+using std::int64_t;
 using std::size_t;
 using std::uint32_t;
 using std::uint64_t;
@@ -82,8 +83,9 @@ enum class OptimizerKind : uint8_t {
   kRowwiseAdagrad,
   kPartialRowwiseAdam,
   kFtrl,
+  kSmartDecayAdam,
 };
-inline constexpr size_t kOptimizerKinds = 7;
+inline constexpr size_t kOptimizerKinds = 8;
 
 // The numbers of one optimizer step. Derived ones are computed in double by the caller.
 struct OptimizerStep {
@@ -104,7 +106,9 @@ struct OptimizerStep {
   bool maximize = false;
   bool stochastic_rounding = false;
   uint64_t rounding_seed = 0;
-  uint32_t step = 0;  // stochastic rounding draws anew each step
+  uint32_t step = 0;                    // stochastic rounding draws anew each step
+  int64_t iteration = 1;                // number of the update, from 1
+  double decay1 = 0.9, decay2 = 0.999;  // the betas, for powers of them
 };
 
 struct Kernels {

@@ -1,6 +1,7 @@
 // One optimizer update of one row. Optimizers are applied to fp32 weights in the order of
 // operations of torch.optim, so that the two can be compared.
 #include <cmath>
+#include <cstring>
 
 #include "kernels_variant.h"
 
@@ -115,11 +116,45 @@ void ftrl(float* w, float* state, float*, const float* g, float* scratch, uint32
   }
 }
 
+// base ** exponent by products alone: the same bits everywhere.
+inline double power(double base, uint64_t exponent) {
+  double result = 1;
+  for (; exponent != 0; exponent >>= 1, base *= base)
+    if (exponent & 1) result *= base;
+  return result;
+}
+
+// Adam for rows that are seldom seen: what the moments would have done in the steps since the last
+// one is made up for. No bias correction. State: m, v, a column that makes their number even, the
+// last step (64-bit integer).
+void smart_decay_adam(float* w, float* state, float*, const float* g, float* scratch, uint32_t dim,
+                      const OptimizerStep& step) {
+  Float weights = w, first = state, second = state + dim;
+  Gradient gradient = prepare(w, g, scratch, dim, step);
+  float* const at = state + 2 * dim + dim % 2;
+  int64_t last;
+  std::memcpy(&last, at, sizeof last);
+  std::memcpy(at, &step.iteration, sizeof last);
+  const uint64_t passed = step.iteration > last ? static_cast<uint64_t>(step.iteration - last) : 1;
+  const auto keep1 = static_cast<float>(power(step.decay1, passed));
+  const auto keep2 = static_cast<float>(power(step.decay2, passed));
+  const auto missed = static_cast<float>(step.decay1 * (1 - power(step.decay1, passed - 1)) /
+                                         (1 - step.decay1));  // in units of m
+  for (uint32_t i = 0; i < dim; ++i) {
+    const float m = keep1 * first[i] + step.one_minus_beta1 * gradient[i];
+    const float v = keep2 * second[i] + step.one_minus_beta2 * gradient[i] * gradient[i];
+    const float whole = m + missed * first[i];
+    first[i] = m;
+    second[i] = v;
+    weights[i] = weights[i] + -step.learning_rate * whole / (std::sqrt(v) + step.epsilon);
+  }
+}
+
 }  // namespace
 
 void (*const optimize[kOptimizerKinds])(float*, float*, float*, const float*, float*, uint32_t,
                                         const OptimizerStep&) = {
-    sgd, momentum, adam, adagrad, rowwise_adagrad, partial_rowwise_adam, ftrl,
+    sgd, momentum, adam, adagrad, rowwise_adagrad, partial_rowwise_adam, ftrl, smart_decay_adam,
 };
 
 }  // namespace dynamicemb::DYNAMICEMB_VARIANT

@@ -77,6 +77,7 @@ def test_kind_numbers_are_fixed() -> None:
         ("ROWWISE_ADAGRAD", 4),
         ("PARTIAL_ROWWISE_ADAM", 5),
         ("FTRL", 6),
+        ("SMART_DECAY_ADAM", 7),
     ]
 
 
@@ -141,6 +142,7 @@ def test_a_type_is_supported_or_refused_by_name(optim_type: EmbOptimType) -> Non
         ("ROWWISE_ADAGRAD", KIND.ROWWISE_ADAGRAD, 1),
         ("PARTIAL_ROWWISE_ADAM", KIND.PARTIAL_ROWWISE_ADAM, 9),
         ("FTRL", KIND.FTRL, 16),
+        ("SMART_DECAY_ADAM", KIND.SMART_DECAY_ADAM, 18),
     ],
 )
 def test_kind_and_state(optim_type: str, kind: KIND, state: int) -> None:
@@ -175,7 +177,11 @@ def test_ftrl_starts_z_at_zero_and_n_at_the_initial_value() -> None:
 
 @pytest.mark.parametrize("kind", list(KIND))
 def test_weight_decay_mode(kind: KIND) -> None:
-    by_itself = kind in (KIND.ADAM, KIND.PARTIAL_ROWWISE_ADAM)
+    by_itself = kind in (
+        KIND.ADAM,
+        KIND.PARTIAL_ROWWISE_ADAM,
+        KIND.SMART_DECAY_ADAM,
+    )
     assert Optimizer(kind, OptimizerArgs()).decoupled_weight_decay is by_itself
     assert not Optimizer(kind, OptimizerArgs(weight_decay_mode=1)).decoupled_weight_decay
     if kind is KIND.FTRL:  # its weight is a function of z and n: there is nothing to decay

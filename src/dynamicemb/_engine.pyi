@@ -14,6 +14,9 @@ def distinct_ids(ids: int, count: int, distinct: int, places: int, counts: int) 
     The distinct ids in order of first occurrence, every id's place among them, and counts.
     """
 
+def initialize_rows(initializer: Initializer, ids: int, count: int, dim: int, rows: int) -> None:
+    """What new rows of ids would be, as float32."""
+
 def instruction_set() -> str: ...
 
 class Initializer:
@@ -175,7 +178,7 @@ class Pooling:
     def __init__(self, *, pooled: bool, mean: bool, batch_size: int, offsets: int, weights: int, type: int, stride: int) -> None: ...
 
 class OptimizerStep:
-    def __init__(self, *, kind: int, learning_rate: float, epsilon: float, beta2: float, one_minus_beta1: float, one_minus_beta2: float, adam_rate: float, bias_correction2_sqrt: float, momentum: float, dampening: float, weight_decay: float, decay_factor: float, lambda1: float, lambda2: float, ftrl_beta: float, max_gradient: float, nesterov: bool, decoupled_decay: bool, maximize: bool, stochastic_rounding: bool, rounding_seed: int, step: int) -> None: ...
+    def __init__(self, *, kind: int, learning_rate: float, epsilon: float, beta2: float, one_minus_beta1: float, one_minus_beta2: float, adam_rate: float, bias_correction2_sqrt: float, momentum: float, dampening: float, weight_decay: float, decay_factor: float, lambda1: float, lambda2: float, ftrl_beta: float, max_gradient: float, nesterov: bool, decoupled_decay: bool, maximize: bool, stochastic_rounding: bool, rounding_seed: int, step: int, iteration: int, decay1: float, decay2: float) -> None: ...
 
 def evaluate(segments: Sequence[Segment], ids: int, pooling: Pooling, out: int, threads: int) -> None: ...
 

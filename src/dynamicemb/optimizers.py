@@ -27,7 +27,8 @@ from dynamicemb.errors import (
 
 
 class EmbOptimType(enum.Enum):
-    """Optimizers by the names and values of fbgemm, and two of our own (FTRL, MOMENTUM_SGD).
+    """Optimizers by the names and values of fbgemm, and three of our own (FTRL, MOMENTUM_SGD,
+    SMART_DECAY_ADAM).
 
     Not every name is supported: :data:`SUPPORTED_OPTIM_TYPES` lists those that are.
     """
@@ -51,6 +52,7 @@ class EmbOptimType(enum.Enum):
     NONE = "none"
     MOMENTUM_SGD = "momentum_sgd"
     FTRL = "ftrl"
+    SMART_DECAY_ADAM = "smart_decay_adam"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -68,6 +70,11 @@ class OptimizerKind(enum.IntEnum):
     ROWWISE_ADAGRAD: the same with one ``G`` per row, ``G += mean(g*g)``.
     PARTIAL_ROWWISE_ADAM: Adam with one ``v`` per row. State ``m[dim]``, then ``v``.
     FTRL: FTRL-proximal with a square-root rate. State ``z[dim]``, ``n[dim]``.
+    SMART_DECAY_ADAM: Adam without bias correction that makes up for the ``k - 1`` steps since a row
+        was last updated: ``u = m beta1 (1 - beta1**(k-1)) / (1 - beta1)``, ``m = beta1**k m +
+        (1 - beta1) g``, ``v = beta2**k v + (1 - beta2) g*g``, ``w -= lr (m + u) / (sqrt(v) +
+        eps)``. State ``m[dim]``, ``v[dim]``, one float more if ``dim`` is odd, and the number of
+        the last step as the bits of an int64 in two floats. On the CPU only.
     """
 
     SGD = 0
@@ -77,13 +84,14 @@ class OptimizerKind(enum.IntEnum):
     ROWWISE_ADAGRAD = 4
     PARTIAL_ROWWISE_ADAM = 5
     FTRL = 6
+    SMART_DECAY_ADAM = 7
 
 
 class WeightDecayMode(enum.IntEnum):
     """What ``weight_decay`` means.
 
-    NONE: what the optimizer does by itself: decoupled for ADAM and PARTIAL_ROWWISE_ADAM (as in
-    fbgemm), L2 for all others. L2: ``g += weight_decay w`` first. DECOUPLE: the update also
+    NONE: what the optimizer does by itself: decoupled for the Adams (as in fbgemm), L2 for all
+    others. L2: ``g += weight_decay w`` first. DECOUPLE: the update also
     subtracts ``lr weight_decay w``, ``w`` being the row before the update.
     """
 
@@ -102,13 +110,15 @@ _KIND_OF_TYPE = {
     EmbOptimType.ROWWISE_ADAGRAD: OptimizerKind.ROWWISE_ADAGRAD,
     EmbOptimType.PARTIAL_ROWWISE_ADAM: OptimizerKind.PARTIAL_ROWWISE_ADAM,
     EmbOptimType.FTRL: OptimizerKind.FTRL,
+    EmbOptimType.SMART_DECAY_ADAM: OptimizerKind.SMART_DECAY_ADAM,
 }
 
 #: The types that :meth:`Optimizer.from_emb_optim_type` takes. SGD and ROWWISE_ADAGRAD mean the same
 #: as EXACT_SGD and EXACT_ROWWISE_ADAGRAD: gradients are always summed per id before the update.
 SUPPORTED_OPTIM_TYPES = tuple(_KIND_OF_TYPE)
 
-_DECOUPLED_BY_ITSELF = (OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM)
+_BIAS_CORRECTED = (OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM)
+_DECOUPLED_BY_ITSELF = (*_BIAS_CORRECTED, OptimizerKind.SMART_DECAY_ADAM)
 _ADAGRADS = (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
 
 #: Fields of OptimizerArgs that exist for code written for fbgemm; only the default is accepted.
@@ -304,6 +314,7 @@ class Optimizer:
             OptimizerKind.ROWWISE_ADAGRAD: 1,
             OptimizerKind.PARTIAL_ROWWISE_ADAM: dim + 1,
             OptimizerKind.FTRL: 2 * dim,
+            OptimizerKind.SMART_DECAY_ADAM: 2 * dim + dim % 2 + 2,
         }[self.kind]
 
     def state_initial_value(self) -> float:
@@ -319,7 +330,7 @@ class Optimizer:
         """What one update needs, for the ``iteration``-th update (from 1): plain numbers, derived
         ones computed in double precision."""
         args = self.args
-        corrected = self.kind in _DECOUPLED_BY_ITSELF  # the Adams
+        corrected = self.kind in _BIAS_CORRECTED
         rate = args.learning_rate
         if self.kind in _ADAGRADS:
             rate /= 1.0 + (iteration - 1) * args.lr_decay
@@ -346,6 +357,9 @@ class Optimizer:
             "maximize": args.maximize,
             "stochastic_rounding": args.stochastic_rounding,
             "step": iteration % 2**31,
+            "iteration": iteration,
+            "decay1": args.beta1,
+            "decay2": args.beta2,
         }
 
     def initial_state(self, dim: int) -> torch.Tensor:

@@ -890,6 +890,9 @@ OptimizerStep step_of(OptimizerKind kind, int option) {
   step.lambda2 = 0.01f;
   step.ftrl_beta = 1.0f;
   step.step = static_cast<uint32_t>(option);
+  step.iteration = 5 + option;
+  step.decay1 = 0.8;
+  step.decay2 = 0.9;
   if (option == 1) step.weight_decay = 0.1f, step.nesterov = true;
   if (option == 2) step.weight_decay = 0.1f, step.decoupled_decay = true, step.decay_factor = 0.99f;
   if (option == 3) step.maximize = true, step.max_gradient = 0.5f, step.stochastic_rounding = true;
@@ -907,6 +910,12 @@ StateLayout state_for(OptimizerKind kind, uint32_t dim) {
       return layout_of(0, true);
     case OptimizerKind::kPartialRowwiseAdam:
       return layout_of(dim, true);
+    case OptimizerKind::kSmartDecayAdam: {
+      StateLayout layout = layout_of(2 * dim + dim % 2 + 2, false);
+      const int64_t last = 2;
+      std::memcpy(&layout.initial[layout.columns - 2], &last, sizeof last);
+      return layout;
+    }
     default:
       return layout_of(2 * dim, false);
   }
@@ -918,8 +927,10 @@ Recording record_optimize(const Kernels& k) {
   for (size_t kind = 0; kind < kOptimizerKinds; ++kind)
     for (int option = 0; option < 4; ++option)
       for (uint32_t dim : kDims) {
-        Floats weights = random_floats(random, dim), state = random_floats(random, 2 * dim);
+        Floats weights = random_floats(random, dim), state = random_floats(random, 2 * dim + 3);
         for (float& value : state) value = std::fabs(value);
+        const int64_t last = 2;  // where one optimizer keeps its last step
+        std::memcpy(&state[2 * dim + dim % 2], &last, sizeof last);
         float scalar = 0.3f;
         for (int round = 0; round < 2; ++round) {
           Floats gradient = random_floats(random, dim), scratch(dim);
@@ -1450,6 +1461,13 @@ void optimize_plainly(const OptimizerStep& s, std::vector<double>& w, std::vecto
   if (s.kind == OptimizerKind::kRowwiseAdagrad) *scalar += square;
   if (s.kind == OptimizerKind::kPartialRowwiseAdam)
     *scalar = s.beta2 * *scalar + s.one_minus_beta2 * square;
+  int64_t last = 0;  // its bits are the last two columns
+  if (s.kind == OptimizerKind::kSmartDecayAdam) {
+    Floats words(state.end() - 2, state.end());
+    std::memcpy(&last, words.data(), sizeof last);
+    std::memcpy(words.data(), &s.iteration, sizeof last);
+    std::copy(words.begin(), words.end(), state.end() - 2);
+  }
   for (size_t i = 0; i < dim; ++i) {
     switch (s.kind) {
       case OptimizerKind::kSgd:
@@ -1484,6 +1502,16 @@ void optimize_plainly(const OptimizerStep& s, std::vector<double>& w, std::vecto
         const double rate = (s.ftrl_beta + now) / s.learning_rate + s.lambda2;
         const double size = std::fabs(state[i]);
         w[i] = size <= s.lambda1 ? 0 : -std::copysign(size - s.lambda1, state[i]) / rate;
+        break;
+      }
+      case OptimizerKind::kSmartDecayAdam: {
+        const auto passed = static_cast<double>(std::max<int64_t>(s.iteration - last, 1));
+        const double missed =
+            s.decay1 * (1 - std::pow(s.decay1, passed - 1)) / (1 - s.decay1) * state[i];
+        state[i] = std::pow(s.decay1, passed) * state[i] + s.one_minus_beta1 * g[i];
+        state[dim + i] =
+            std::pow(s.decay2, passed) * state[dim + i] + s.one_minus_beta2 * g[i] * g[i];
+        w[i] -= s.learning_rate * (state[i] + missed) / (std::sqrt(state[dim + i]) + s.epsilon);
         break;
       }
     }

@@ -76,7 +76,7 @@ def record() -> list[Launch]:
         module.launch = recorder  # type: ignore[attr-defined]
     cuda._checked_device = torch.device  # type: ignore[assignment]
     torch.manual_seed(1)
-    kinds = itertools.cycle(OptimizerKind)
+    kinds = itertools.cycle(cuda.KINDS)
     modes = itertools.cycle(DynamicEmbInitializerMode)
     strategies: Any = itertools.cycle(
         [*DynamicEmbScoreStrategy, (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU)]

@@ -20,9 +20,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from lives import SHAPES, Shape, live  # noqa: E402
 
-from dynamicemb.optimizers import OptimizerArgs, OptimizerKind  # noqa: E402
+from dynamicemb.optimizers import OptimizerArgs  # noqa: E402
 from dynamicemb.table.cpu import CpuTable  # noqa: E402
-from dynamicemb.table.cuda import CudaTable  # noqa: E402
+from dynamicemb.table.cuda import KINDS, CudaTable  # noqa: E402
 
 MAKES = (CpuTable, partial(CudaTable, device="cuda"))
 
@@ -67,7 +67,7 @@ def main() -> int:
             spread=generator.choice((50, 5000, 50000)),
             capacity=generator.choice((256, 4096, 65536)),
             width=generator.choice((16, 64, 128)),
-            kind=generator.choice(list(OptimizerKind)),
+            kind=generator.choice(KINDS),
             args=OptimizerArgs(),
         )
         try:

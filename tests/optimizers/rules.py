@@ -22,6 +22,7 @@ def new_state(rule: str, dim: int, args: OptimizerArgs) -> dict[str, Array]:
         "exact_row_wise_adagrad": {"G": np.full((), start)},
         "partial_row_wise_adam": {"m": np.zeros(dim), "v": np.zeros(())},
         "ftrl": {"z": np.zeros(dim), "n": np.full(dim, start)},
+        "smart_decay_adam": {"m": np.zeros(dim), "v": np.zeros(dim), "last": np.zeros(())},
     }[rule]
 
 
@@ -48,6 +49,13 @@ def update(
     if rule.endswith("adagrad"):
         s["G"] = s["G"] + (np.mean(g * g) if "row_wise" in rule else g * g)
         return w - lr * g / (np.sqrt(s["G"]) + args.eps)
+    if rule == "smart_decay_adam":
+        b1, b2, passed = args.beta1, args.beta2, step - int(s["last"])
+        missed = s["m"] * sum(b1**skipped for skipped in range(1, passed))
+        s["m"] = b1**passed * s["m"] + (1 - b1) * g
+        s["v"] = b2**passed * s["v"] + (1 - b2) * g * g
+        s["last"] = np.array(step)
+        return w - lr * (s["m"] + missed) / (np.sqrt(s["v"]) + args.eps)
     if rule.endswith("adam"):
         b1, b2 = args.beta1, args.beta2
         s["m"] = b1 * s["m"] + (1 - b1) * g
@@ -90,6 +98,8 @@ class Reference:
     def flat_state(self, id_: int) -> Array:
         """The state in the order of the table's columns."""
         parts = [np.atleast_1d(part) for part in self.state[id_].values()]
+        if self.rule == "smart_decay_adam":  # an even number of floats, then 64 bits
+            parts[2:] = [np.zeros(self.dim % 2), parts[2].astype(np.int64).view(np.float32)]
         return np.concatenate(parts) if parts else np.zeros(0)
 
 

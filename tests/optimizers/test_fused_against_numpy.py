@@ -19,6 +19,7 @@ RULES: dict[str, dict[str, Any]] = {
     "exact_row_wise_adagrad": {"learning_rate": 0.2, "initial_accumulator_value": 0.1},
     "partial_row_wise_adam": {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.95},
     "ftrl": {"learning_rate": 0.3, "lambda1": 0.5, "lambda2": 0.1, "beta": 1.0},
+    "smart_decay_adam": {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3},
 }
 
 
@@ -101,6 +102,20 @@ def test_ftrl_makes_rows_sparse() -> None:
     assert 0.05 < share < 0.95
     expected = np.stack(list(reference.rows.values())) == 0
     assert torch.equal(rows == 0, torch.tensor(expected))
+
+
+def test_smart_decay_adam_makes_up_for_the_steps_between() -> None:
+    """With a gradient of 0 in between, all that a row misses is made up for at its next step."""
+    args = OptimizerArgs(learning_rate=0.05, beta1=0.9, beta2=1 - 1e-7)
+    module = DynamicEmbedding(3, optimizer="smart_decay_adam", optimizer_args=args, seed=1)
+    module(torch.tensor([1, 2])).sum().backward()
+    for _ in range(40):  # 1 takes part with a gradient of 0, 2 does not
+        module(torch.tensor([1])).backward(torch.zeros(1, 3))
+    module(torch.tensor([1, 2])).backward(torch.zeros(2, 3))
+    start = module.table.initial_rows(torch.tensor([1, 2]))
+    moved = start - module.table.find(torch.tensor([1, 2])).embeddings
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-4, atol=0)
+    assert module.table.find(torch.tensor([2])).state[0, -2:].clone().view(torch.int64) == 42
 
 
 @pytest.mark.parametrize("rule", RULES)

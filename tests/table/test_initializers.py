@@ -49,6 +49,18 @@ def test_order_and_batches_do_not_matter(kind: str) -> None:
     assert torch.equal(rows_for(new_table(ARGS[kind]), twice), torch.cat([at_once, at_once]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ARGS)
+def test_what_new_rows_would_be_can_be_asked(kind: str, dtype: torch.dtype) -> None:
+    ids = tensor(EXTREME_IDS)
+    table = new_table(ARGS[kind], embedding_dtype=dtype)
+    other = ARGS["normal"] if kind != "normal" else ARGS["uniform"]
+    asked, of_another = table.initial_rows(ids), table.initial_rows(ids, other)
+    assert len(table) == 0
+    assert torch.equal(rows_for(table, ids), asked)
+    assert torch.equal(rows_for(new_table(other, embedding_dtype=dtype), ids), of_another)
+
+
 @pytest.mark.parametrize("kind", ARGS)
 def test_shape_of_the_table_does_not_matter(kind: str) -> None:
     ids = torch.arange(-50, 50)

@@ -27,6 +27,7 @@ _TYPE_OF_KIND = {
     OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     OptimizerKind.PARTIAL_ROWWISE_ADAM: EmbOptimType.PARTIAL_ROWWISE_ADAM,
     OptimizerKind.FTRL: EmbOptimType.FTRL,
+    OptimizerKind.SMART_DECAY_ADAM: EmbOptimType.SMART_DECAY_ADAM,
 }
 _ADAM = ("beta1", "beta2", "eps", "weight_decay")
 _ADAGRAD = ("eps", "initial_accumulator_value")
@@ -45,8 +46,13 @@ _NUMBERS: dict[OptimizerKind, tuple[str, ...]] = {
         "initial_accumulator_value",
         "weight_decay",
     ),
+    OptimizerKind.SMART_DECAY_ADAM: _ADAM,
 }
-_COUNTS_ITERATIONS = (OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM)
+_COUNTS_ITERATIONS = (
+    OptimizerKind.ADAM,
+    OptimizerKind.PARTIAL_ROWWISE_ADAM,
+    OptimizerKind.SMART_DECAY_ADAM,
+)
 _EVICT_NAMES = {
     DynamicEmbEvictStrategy.LRU: "KLru",
     DynamicEmbEvictStrategy.LFU: "KLfu",

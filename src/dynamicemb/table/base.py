@@ -25,6 +25,7 @@ from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import (
     MAX_BUCKET_CAPACITY,
     DynamicEmbCheckMode,
+    DynamicEmbInitializerArgs,
     DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
@@ -298,6 +299,13 @@ class Table(ABC):
         pair) of at least this much, compared as unsigned 64-bit numbers. ``changed_since``: only
         rows that changed after this mark of :meth:`mark_changes`. With both: the rows that either
         asks for."""
+
+    @abstractmethod
+    def initial_rows(
+        self, ids: torch.Tensor, args: DynamicEmbInitializerArgs | None = None
+    ) -> torch.Tensor:
+        """[n, dim] of the table's dtype: what new rows of ``ids`` would be, drawn by ``args``
+        (default: the table's own) and the table's seed. Changes nothing."""
 
     # ---- changes ----
 

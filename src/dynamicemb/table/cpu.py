@@ -11,7 +11,11 @@ import torch
 from dynamicemb.admission import ProbabilityAdmissionStrategy, admission_mask
 from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer
 from dynamicemb.optimizers import Optimizer, OptimizerKind
-from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
+from dynamicemb.options import (
+    DynamicEmbInitializerArgs,
+    DynamicEmbPoolingMode,
+    DynamicEmbTableOptions,
+)
 from dynamicemb.table import content
 from dynamicemb.table.base import (
     Bounds,
@@ -144,6 +148,15 @@ class CpuTable(Table):
         slots = torch.empty(len(ids), dtype=torch.int64, device="cpu")
         self.engine.find(ids.data_ptr(), len(ids), threads(), slots.data_ptr())
         return slots
+
+    def initial_rows(
+        self, ids: torch.Tensor, args: DynamicEmbInitializerArgs | None = None
+    ) -> torch.Tensor:
+        ids = self.check_ids("ids", ids)
+        rows = torch.empty(len(ids), self.dim, dtype=torch.float32, device="cpu")
+        initializer = engine_initializer(args or self.options.initializer_args, self.seed)
+        _engine.initialize_rows(initializer, ids.data_ptr(), len(ids), self.dim, rows.data_ptr())
+        return rows.to(self.dtype)
 
     def export(
         self,

@@ -23,6 +23,7 @@ from dynamicemb.kernels.layout import COUNTER_NAMES
 from dynamicemb.optimizers import Optimizer, OptimizerKind
 from dynamicemb.options import (
     DynamicEmbCheckMode,
+    DynamicEmbInitializerArgs,
     DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
@@ -49,6 +50,8 @@ from dynamicemb.table.numbers import (
 
 #: Columns of a row at most: a row is one tile of a kernel.
 MAX_CUDA_DIM = 4096
+#: Optimizers that the kernels have.
+KINDS = tuple(kind for kind in OptimizerKind if kind is not OptimizerKind.SMART_DECAY_ADAM)
 _SIZE, _FAILURES = COUNTER_NAMES.index("size"), COUNTER_NAMES.index("failures")
 
 
@@ -486,6 +489,13 @@ class CudaTable(Table):
             self._size_bound, self._pending_size = 0, None
             self.changes += 1
 
+    def _checked_optimizer(self, optimizer: Optimizer | None) -> Optimizer:
+        optimizer = super()._checked_optimizer(optimizer)
+        if optimizer.kind not in KINDS:
+            allowed = ", ".join(kind.name for kind in KINDS)
+            raise wrong_value("the optimizer of a table on a GPU", optimizer.kind.name, allowed)
+        return optimizer
+
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = self._checked_optimizer(optimizer)
         with self.lock:
@@ -626,15 +636,17 @@ class CudaTable(Table):
             )
             side = values.to(self.dtype)
         elif len(rejected):
-            side = self._rejected_rows(rejected)
+            args = strategy.initializer_args or self.options.initializer_args
+            side = self.initial_rows(rejected, args)
         if self.counter is not None:  # after the strategy, which may have raised
             self.counter.add(ids, counts)
         return mask, side
 
-    def _rejected_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        assert self.admit_strategy is not None
-        args = self.admit_strategy.initializer_args or self.options.initializer_args
-        numbers = initializer_numbers(args)
+    def initial_rows(
+        self, ids: torch.Tensor, args: DynamicEmbInitializerArgs | None = None
+    ) -> torch.Tensor:
+        ids = self.check_ids("ids", ids)
+        numbers = initializer_numbers(args or self.options.initializer_args)
         out = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
         one = self.group.layout.classes[0]
         column = torch.tensor(initializer_column(numbers), dtype=torch.float32, device="cpu")

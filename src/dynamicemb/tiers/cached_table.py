@@ -20,7 +20,7 @@ from dynamicemb.errors import (
     wrong_type,
 )
 from dynamicemb.optimizers import Optimizer, OptimizerKind
-from dynamicemb.options import DynamicEmbTableOptions
+from dynamicemb.options import DynamicEmbInitializerArgs, DynamicEmbTableOptions
 from dynamicemb.table import content
 from dynamicemb.table.base import (
     Found,
@@ -360,6 +360,11 @@ class CachedTable(Table):
                 distinct, places = torch.unique(ids[missing], return_inverse=True)
                 found[missing] = self.store.contains(distinct)[places]
             return found
+
+    def initial_rows(
+        self, ids: torch.Tensor, args: DynamicEmbInitializerArgs | None = None
+    ) -> torch.Tensor:
+        return self.cache.initial_rows(ids, args)
 
     def export(
         self,
