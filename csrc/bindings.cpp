@@ -20,8 +20,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace dynamicemb;
 
-void bind_serving(nb::module_& m);  // bindings_serving.cpp
-void bind_store(nb::module_& m);    // bindings_store.cpp
+void bind_serving(nb::module_& m);   // bindings_serving.cpp
+void bind_slot_map(nb::module_& m);  // bindings_slot_map.cpp
+void bind_store(nb::module_& m);     // bindings_store.cpp
 
 namespace {
 
@@ -491,6 +492,7 @@ NB_MODULE(_engine, m) {
   bind_table(m);
   bind_changes(m);
   bind_serving(m);
+  bind_slot_map(m);
   bind_store(m);
   bind_batch(m);
   bind_group(m);

@@ -131,6 +131,7 @@ class Table {
  private:
   friend class Batch;
   friend class Group;
+  friend class SlotMap;
 
   IndexView index() const {
     return {digests_.data(), keys_.data(), buckets_, config_.width, size_ < capacity() / 8 * 5};

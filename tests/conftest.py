@@ -26,6 +26,7 @@ elif BACKEND == "cuda":
 if BACKEND != "cpu":  # what is about the engine itself
     collect_ignore = [
         "cpp",
+        "slots",
         "table/test_changes.py",  # tables on a GPU do not know what changed
         "table/test_instruction_sets.py",
         "table/test_memory_errors.py",

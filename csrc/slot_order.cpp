@@ -1,0 +1,189 @@
+#include "slot_order.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <functional>
+
+#include "parallel.h"
+
+namespace dynamicemb {
+namespace {
+
+constexpr std::size_t kSample = 4096;      // slots that a limit is estimated from
+constexpr std::size_t kChunk = 1u << 16;   // slots per task of a scan
+constexpr std::size_t kSmallRound = 1024;  // slots of a round, at least
+constexpr std::size_t kKnownAges = 1u << 16;
+constexpr int kLogShift = 59;  // kLfuLru: five bits of logarithm above the time
+constexpr SlotKey kEnd{kNoLimit, ~std::uint32_t{0}};
+
+// Sorts by (key, slot) what is in the order of the slots: least significant digits first, and only
+// the digits that differ.
+void sort_by_key(std::vector<SlotKey>& slots) {
+  if (slots.empty()) return;
+  constexpr int kDigit = 11;
+  std::uint64_t smallest = slots[0].key, largest = slots[0].key;
+  for (const SlotKey& at : slots) {
+    smallest = std::min(smallest, at.key);
+    largest = std::max(largest, at.key);
+  }
+  const int bits = std::bit_width(largest - smallest);
+  std::vector<SlotKey> other(bits == 0 ? 0 : slots.size());
+  std::vector<std::size_t> places(std::size_t{1} << kDigit);
+  for (int shift = 0; shift < bits; shift += kDigit) {
+    const auto digit = [&](const SlotKey& at) {
+      return ((at.key - smallest) >> shift) & ((std::uint64_t{1} << kDigit) - 1);
+    };
+    std::fill(places.begin(), places.end(), 0);
+    for (const SlotKey& at : slots) ++places[digit(at)];
+    std::size_t place = 0;
+    for (std::size_t& count : places) place += std::exchange(count, place);
+    for (const SlotKey& at : slots) other[places[digit(at)]++] = at;
+    slots.swap(other);
+  }
+}
+
+}  // namespace
+
+double SlotOrder::power_of(std::uint64_t age) const {
+  if (age >= kKnownAges) return std::pow(static_cast<double>(age) + 1, decay_exponent_);
+  while (powers_.size() <= age)
+    powers_.push_back(std::pow(static_cast<double>(powers_.size()) + 1, decay_exponent_));
+  return powers_[age];
+}
+
+std::uint64_t SlotOrder::key(const SlotUse& use, std::uint64_t now) const {
+  switch (policy_) {
+    case SlotPolicy::kLru:
+    case SlotPolicy::kTtl:
+      return use.last;
+    case SlotPolicy::kLfu:
+      return use.count;
+    case SlotPolicy::kLfuLru:
+      return (std::uint64_t{use.count} << kLogShift) |
+             (use.last & ((std::uint64_t{1} << kLogShift) - 1));
+    case SlotPolicy::kDistanceLfu:
+      break;
+  }
+  // The bits of doubles that are not negative have the order of their values.
+  return std::bit_cast<std::uint64_t>(static_cast<double>(use.count) / power_of(now - use.last));
+}
+
+void SlotOrder::reset() {
+  limit_ = {0, 0};
+  queue_.clear();
+  head_ = 0;
+  raised_.clear();
+  added_.clear();
+}
+
+SlotKey SlotOrder::sampled_limit(const std::vector<SlotUse>& uses, std::size_t used,
+                                 std::size_t size, std::uint64_t now) const {
+  if (size >= used / 4 * 3) return kEnd;
+  std::vector<SlotKey> sample;
+  const std::size_t step = std::max<std::size_t>(1, uses.size() / kSample);
+  for (std::size_t slot = 0; slot < uses.size(); slot += step)
+    if (uses[slot].stamp != 0)
+      sample.push_back({key(uses[slot], now), static_cast<std::uint32_t>(slot)});
+  const std::size_t rank = sample.size() * size / used;
+  if (rank >= sample.size()) return kEnd;
+  const auto at = sample.begin() + static_cast<std::ptrdiff_t>(rank);
+  std::nth_element(sample.begin(), at, sample.end());
+  return *at;
+}
+
+void SlotOrder::start_round(const std::vector<SlotUse>& uses, std::size_t used, std::size_t size,
+                            const Request& request) {
+  reset();
+  if (policy_ == SlotPolicy::kDistanceLfu) power_of(std::min(request.now, kKnownAges - 1));
+  const SlotKey limit = sampled_limit(uses, used, size, request.now);
+  const std::size_t chunks = (uses.size() + kChunk - 1) / kChunk;
+  std::vector<std::vector<SlotKey>> found(chunks);
+  parallel_for(request.threads, chunks, [&](std::size_t chunk) {
+    const std::size_t end = std::min(uses.size(), (chunk + 1) * kChunk);
+    for (std::size_t slot = chunk * kChunk; slot < end; ++slot) {
+      const SlotKey at{key(uses[slot], request.now), static_cast<std::uint32_t>(slot)};
+      if (at < limit && uses[slot].stamp != 0) found[chunk].push_back(at);
+    }
+  });
+  for (const auto& part : found) queue_.insert(queue_.end(), part.begin(), part.end());
+  sort_by_key(queue_);
+  limit_ = limit;
+}
+
+void SlotOrder::merge_added() {
+  if (added_.empty()) return;
+  if (!std::is_sorted(added_.begin(), added_.end())) std::sort(added_.begin(), added_.end());
+  std::vector<SlotKey> merged;
+  merged.reserve(queue_.size() - head_ + added_.size());
+  std::merge(queue_.begin() + static_cast<std::ptrdiff_t>(head_), queue_.end(), added_.begin(),
+             added_.end(), std::back_inserter(merged));
+  queue_ = std::move(merged);
+  head_ = 0;
+  added_.clear();
+}
+
+bool SlotOrder::next(SlotKey& at) const {
+  const bool queued = head_ < queue_.size(), raised = !raised_.empty();
+  if (!queued && !raised) return false;
+  at = !raised || (queued && queue_[head_] < raised_.front()) ? queue_[head_] : raised_.front();
+  return true;
+}
+
+void SlotOrder::pop() {
+  if (raised_.empty() || (head_ < queue_.size() && queue_[head_] < raised_.front())) {
+    ++head_;
+    return;
+  }
+  std::pop_heap(raised_.begin(), raised_.end(), std::greater<>());
+  raised_.pop_back();
+}
+
+void SlotOrder::take(std::vector<SlotUse>& uses, const std::uint32_t* pins, std::size_t used,
+                     const Request& request, std::vector<std::uint32_t>& taken) {
+  if (request.wanted == 0 || used == 0) return;
+  constexpr std::size_t kAhead = 16;
+  const bool fades = policy_ == SlotPolicy::kDistanceLfu;  // keys change without a use
+  // Notes of slots that came and went pile up where nothing is ever taken.
+  if (fades || added_.size() > 2 * uses.size()) reset();
+  merge_added();
+  std::size_t size =
+      std::max({fades ? 0 : used / 32, (fades ? 2 : 4) * request.wanted, kSmallRound});
+  std::size_t left = request.wanted;
+  std::vector<SlotKey> held;
+  while (left > 0) {
+    SlotKey at;
+    if (!next(at)) {
+      if (limit_ == kEnd || used == 0) break;
+      held.clear();  // the round finds them again
+      start_round(uses, used, size, request);
+      size *= 4;
+      continue;
+    }
+    if (at.key >= request.below) break;
+    pop();
+    if (head_ + kAhead < queue_.size()) __builtin_prefetch(&uses[queue_[head_ + kAhead].slot], 1);
+    SlotUse& use = uses[at.slot];
+    if (use.stamp == 0) continue;
+    const std::uint64_t present = key(use, request.now);
+    if (present != at.key) {
+      // Used since. A smaller key belongs to a new id, which was noted.
+      if (const SlotKey now{present, at.slot}; present > at.key && now < limit_) {
+        raised_.push_back(now);
+        std::push_heap(raised_.begin(), raised_.end(), std::greater<>());
+      }
+      continue;
+    }
+    if (use.stamp == request.spared || (pins != nullptr && pins[at.slot] != 0)) {
+      held.push_back(at);
+      continue;
+    }
+    use.stamp = 0;
+    taken.push_back(at.slot);
+    --left;
+    --used;
+  }
+  added_.insert(added_.end(), held.begin(), held.end());
+}
+
+}  // namespace dynamicemb
