@@ -34,7 +34,7 @@ from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbTableOptions, Em
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.table import Rows
 from dynamicemb.tiers import SsdStore
-from dynamicemb.tiers.layout import slot_bytes
+from dynamicemb.tiers.sizing import table_bytes
 
 BATCH = 10_000
 DIM = 62  # with the score, 256 bytes
@@ -203,7 +203,7 @@ def train_through_a_cache(folder: Path, ids: int, steps: int) -> list[dict[str, 
         options.external_storage = SsdStore.at(folder / f"train{percent}")
         # 100 %: room for all in every bucket.
         share = 1.5 if percent == 100 else percent / 100
-        options.local_hbm_for_values = int(ids * share) * slot_bytes(options, adam)
+        options.local_hbm_for_values = table_bytes(int(ids * share), options, adam)
         module = BatchedDynamicEmbeddingTables([options], optimizer=EmbOptimType.ADAM, seed=1)
         size = min(8192, max(512, ids * percent // 100 // 8))
         offsets = torch.arange(size + 1)

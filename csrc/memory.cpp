@@ -16,6 +16,11 @@ std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
+std::size_t page_size() {
+  static const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
 // Freed blocks, by size. Sizes are powers of two, so a block fits later batches of about the size.
 class BlockPool {
  public:
@@ -71,29 +76,32 @@ Mapping::Mapping(std::size_t bytes) : size_(bytes) {
   if (bytes == 0) return;
   // A table smaller than a huge page would only waste the rest of it.
   const bool huge = bytes >= kHugePage;
-  reserved_ = huge ? round_up(bytes, kHugePage) + kHugePage : bytes;
-  if (reserved_ < bytes) throw AllocationError(bytes);
-  base_ = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE,
-               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base_ == MAP_FAILED) {
-    base_ = nullptr;
-    throw AllocationError(bytes);
-  }
-  auto address = reinterpret_cast<std::uintptr_t>(base_);
-  if (huge) {
-    address = round_up(address, kHugePage);
-    // Advice only: a kernel without transparent huge pages is slower, not wrong.
-    (void)madvise(reinterpret_cast<void*>(address), round_up(bytes, kHugePage), MADV_HUGEPAGE);
-  }
-  data_ = reinterpret_cast<std::byte*>(address);
+  const std::size_t used = round_up(bytes, page_size());
+  const std::size_t asked = huge ? used + kHugePage : used;
+  if (used < bytes || asked < used) throw AllocationError(bytes);
+  void* base = mmap(nullptr, asked, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) throw AllocationError(bytes);
+  data_ = static_cast<std::byte*>(base);
+  mapped_ = used;
+  if (!huge) return;
+  // Begin at a huge page, and give back what is left before and after.
+  const auto address = reinterpret_cast<std::uintptr_t>(base);
+  const std::size_t skipped = round_up(address, kHugePage) - address;
+  if (skipped > 0) munmap(data_, skipped);
+  data_ += skipped;
+  if (skipped < kHugePage) munmap(data_ + used, kHugePage - skipped);
+  // Whole huge pages only: the last one would take memory that the array does not need. Advice: a
+  // kernel without transparent huge pages is slower, not wrong.
+  (void)madvise(data_, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
 }
 
 Mapping::~Mapping() {
-  if (base_ != nullptr) munmap(base_, reserved_);
+  if (data_ != nullptr) munmap(data_, mapped_);
 }
 
 void Mapping::discard(std::size_t offset, std::size_t bytes) {
-  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t page = page_size();
   const std::size_t begin = round_up(offset, page);
   const std::size_t end = (offset + bytes) / page * page;
   if (end > begin) (void)madvise(data_ + begin, end - begin, MADV_DONTNEED);

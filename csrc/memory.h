@@ -41,14 +41,12 @@ class Mapping {
   void swap(Mapping& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
-    std::swap(base_, other.base_);
-    std::swap(reserved_, other.reserved_);
+    std::swap(mapped_, other.mapped_);
   }
 
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;
-  void* base_ = nullptr;
-  std::size_t reserved_ = 0;
+  std::size_t mapped_ = 0;  // the size in whole pages
 };
 
 // Uninitialised memory for the length of a batch. Blocks are kept for reuse: taking fresh pages

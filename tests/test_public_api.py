@@ -24,6 +24,7 @@ from dynamicemb import (
     exchange,
     incremental_dump,
     serving,
+    tiers,
 )
 from dynamicemb.table import Table, TableStats, create_table
 
@@ -334,6 +335,20 @@ def test_incremental_dump() -> None:
     assert defaults(incremental_dump.get_score) == {"model": ""}
     assert defaults(incremental_dump.set_score) == {"model": "", "table_score": ""}
     assert defaults(incremental_dump.track_removals) == {"model": "", "limit": "None"}
+
+
+def test_tiers() -> None:
+    assert set(tiers.__all__) == {
+        "BoundedStore",
+        "CacheStats",
+        "CachedTable",
+        "HostStore",
+        "RowLayout",
+        "SsdStore",
+        "Stack",
+        "Store",
+        "StoreStats",
+    }
 
 
 def test_serving() -> None:

@@ -21,20 +21,24 @@ from dynamicemb import (
     FrequencyAdmissionStrategy,
     KVCounter,
 )
-from dynamicemb.tiers import CachedTable, HostStore, SsdStore
+from dynamicemb.tiers import CachedTable, HostStore, SsdStore, Stack
 from tables import STRATEGY
 
 NORMAL = DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.NORMAL)
 IDS = 4000  # distinct; the caches below have 256 to 512 slots
-STORES = ["host", "ssd", "python"]
+STORES = ["host", "ssd", "python", "host-ssd", "ssd-python", "host-ssd-python"]
 
 
 def storage(kind: str, path: Path) -> Callable[..., Any]:
-    return {
-        "host": HostStore,
-        "ssd": SsdStore.at(path, segment_mb=1),
+    """A store, or a stack of several: those above others have a bound well below the rows."""
+    names = kind.split("-")
+    bound = 1000 if names[-1] != "ssd" and "ssd" in names else None
+    parts: dict[str, Callable[..., Any]] = {
+        "host": HostStore if names[-1] == "host" else HostStore.within(40_000),
+        "ssd": SsdStore.at(path, segment_mb=1, max_rows=bound),
         "python": DictStore,
-    }[kind]
+    }
+    return Stack.of(*(parts[name] for name in names))
 
 
 def options(storage: Any = None, rows: int = 256, **changes: Any) -> DynamicEmbTableOptions:
@@ -115,6 +119,11 @@ def test_a_table_ten_times_its_cache(tmp_path: Path, kind: str, strategy: str) -
         assert stats.brought_up > 100
         assert stats.written_back > 500
         assert len(cached.tables[0]) > 2000
+        below: Any = cached.tables[0].store
+        while isinstance(below, Stack):  # every level has rows, none more than its bound
+            assert 0 < below.upper.size() <= 1000
+            below = below.lower
+        assert below.size() > 500
     whole, alone = cached.tables[0].stats(), plain.tables[0].stats()
     assert (whole.hits, whole.misses, whole.inserts) == (alone.hits, alone.misses, alone.inserts)
     assert whole.evictions == whole.dropped_gradients == whole.failures == 0

@@ -5,18 +5,21 @@ such a table; see docs/tiers.md.
 """
 
 from dynamicemb.table.create import make_with_store
-from dynamicemb.tiers.base import RowLayout, Store, StoreStats
+from dynamicemb.tiers.base import BoundedStore, RowLayout, Store, StoreStats
 from dynamicemb.tiers.cached_table import CachedTable, CacheStats
 from dynamicemb.tiers.host import HostStore
 from dynamicemb.tiers.layout import create_cached_table
 from dynamicemb.tiers.ssd import SsdStore
+from dynamicemb.tiers.stack import Stack
 
 __all__ = [
+    "BoundedStore",
     "CacheStats",
     "CachedTable",
     "HostStore",
     "RowLayout",
     "SsdStore",
+    "Stack",
     "Store",
     "StoreStats",
 ]

@@ -97,6 +97,9 @@ class Store(ABC):
     or overwritten. If :meth:`insert` raises, the table keeps the rows and inserts them again later.
     """
 
+    #: Whether rows that were flushed are there when the store is made again.
+    persistent: bool = False
+
     def __init__(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
         self.layout = RowLayout.of(options, optimizer)
 
@@ -113,9 +116,9 @@ class Store(ABC):
     def insert(self, rows: Rows) -> None:
         """Store rows, overwriting those that exist; of equal ids the last one counts."""
 
-    def insert_counting(self, rows: Rows) -> int:
-        """:meth:`insert`; how many of the ids are new here. A store that drops rows by itself must
-        not count by its size, as this does."""
+    def insert_counting(self, rows: Rows) -> int | None:
+        """:meth:`insert`; how many of the ids are new here, or None where that is not known. A
+        store that drops rows by itself must not count by its size, as this does."""
         before = self.size()
         self.insert(rows)
         return self.size() - before
@@ -173,3 +176,29 @@ class Store(ABC):
 
     def _no_snapshots(self) -> UsageError:
         return UsageError(f"a {type(self).__name__} has no snapshots")
+
+
+class BoundedStore(Store):
+    """A store that has a bound of its own, so that it can lie above another one in a
+    :class:`~dynamicemb.tiers.Stack`.
+
+    From :meth:`hand_down` on, the rows beyond the bound are not dropped or refused: they are still
+    found, and :meth:`surplus` names them, until :meth:`release` says that the store below has them.
+    """
+
+    @abstractmethod
+    def hand_down(self) -> None:
+        """A store lies below from now on."""
+
+    @abstractmethod
+    def surplus(self) -> Rows:
+        """Rows that should go down now, some or all of them; none: the bound is kept."""
+
+    @abstractmethod
+    def release(self, ids: torch.Tensor) -> None:
+        """The rows of the last :meth:`surplus`, these ids, are below; forget them."""
+
+    def unflushed(self) -> Iterator[Rows]:
+        """The rows that were inserted since the last :meth:`flush`, or more, without the surplus;
+        asked only of a store that is not :attr:`persistent`."""
+        return self.export()

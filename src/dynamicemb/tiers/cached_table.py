@@ -36,6 +36,7 @@ from dynamicemb.table.cpu import CpuTable
 from dynamicemb.table.engine import INSERT, LOCATE, address, threads
 from dynamicemb.tiers.base import Store
 from dynamicemb.tiers.host import HostStore
+from dynamicemb.tiers.merge import contains_below, export_below, fill_from, join
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class CachedTable(Table):
         parts.append(
             Rows(ids[there], found.embeddings[there], found.state[there], found.scores[there])
         )
-        return parts[0] if len(parts) == 1 else join(parts)
+        return join(parts)
 
     def _insert(
         self, rows: Rows, needed: torch.Tensor, protect: Sequence[Any]
@@ -278,7 +279,7 @@ class CachedTable(Table):
                 if error.kept:
                     del self._unwritten[0]
                 raise
-            if only_cached is not None:
+            if only_cached is not None and new is not None:
                 self._only_cached = only_cached - new
             self._written_back += len(rows)
             del self._unwritten[0]
@@ -333,17 +334,8 @@ class CachedTable(Table):
         ids = self.check_ids("ids", ids)
         with self.lock:
             found = self.cache.find(ids)
-            missing = (~found.found).nonzero().squeeze(1)
-            if len(missing):
-                self._drain()
-                distinct, places = torch.unique(ids[missing], return_inverse=True)
-                below = self.store.find(distinct)
-                there = below.found[places]
-                to, source = missing[there], places[there]
-                found.found[to] = True
-                found.embeddings[to] = below.embeddings[source]
-                found.state[to] = below.state[source]
-                found.scores[to] = below.scores[source]
+            self._drain()
+            fill_from(self.store, ids, found)
             return found
 
     def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
@@ -353,12 +345,9 @@ class CachedTable(Table):
     def contains(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
         with self.lock:
-            found = self.cache.find_slots(ids) >= 0
-            missing = (~found).nonzero().squeeze(1)
-            if len(missing):
-                self._drain()
-                distinct, places = torch.unique(ids[missing], return_inverse=True)
-                found[missing] = self.store.contains(distinct)[places]
+            found = self.cache.contains(ids)
+            self._drain()
+            contains_below(self.store, ids, found)
             return found
 
     def initial_rows(
@@ -385,19 +374,7 @@ class CachedTable(Table):
         with self.lock:
             self._drain()
         yield from cached
-        for rows in self.store.export(batch_size=batch_size):
-            wanted = self.cache.find_slots(rows.ids) < 0
-            if threshold is not None:
-                words = rows.scores if rows.scores.dim() == 1 else rows.scores[:, 0]
-                low = threshold - 2**64 if threshold >= 2**63 else threshold
-                wanted &= (words ^ -(2**63)) >= (low ^ -(2**63))  # as unsigned numbers
-            if bool(wanted.any()):
-                yield Rows(
-                    rows.ids[wanted],
-                    rows.embeddings[wanted],
-                    rows.state[wanted],
-                    rows.scores[wanted],
-                )
+        yield from export_below(self.store, self.cache.contains, batch_size, threshold)
 
     # ---- writing ----
 
@@ -649,17 +626,6 @@ class ReadAhead:
             Rows(self.ids[rows], found.embeddings[rows], found.state[rows], found.scores[rows]),
             ids[~known],
         )
-
-
-def join(parts: Sequence[Rows]) -> Rows:
-    """Several rows as one; empty ones may have any shape."""
-    full = [rows for rows in parts if len(rows)] or [parts[-1]]
-    return Rows(
-        torch.cat([rows.ids for rows in full]),
-        torch.cat([rows.embeddings for rows in full]),
-        torch.cat([rows.state for rows in full]),
-        torch.cat([rows.scores for rows in full]),
-    )
 
 
 def _parse_progress(note: bytes) -> Progress:

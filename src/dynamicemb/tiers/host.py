@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from dynamicemb.errors import StoreError
 from dynamicemb.optimizers import Optimizer
-from dynamicemb.options import DynamicEmbTableOptions
+from dynamicemb.options import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.table.base import Found, Rows
 from dynamicemb.table.cpu import CpuTable
-from dynamicemb.tiers.base import Store, StoreStats
+from dynamicemb.tiers.base import BoundedStore, StoreStats
+from dynamicemb.tiers.merge import join, select
+from dynamicemb.tiers.sizing import rows_within
 
 
-class HostStore(Store):
-    """Rows in main memory, at most ``max_capacity`` of the options.
+class HostStore(BoundedStore):
+    """Rows in main memory: as many as fit ``budget`` bytes, ids and scores included, or at most
+    ``max_capacity`` of the options.
 
-    When it is full, the row with the smallest score of a bucket goes, as in a table in main memory;
-    with NO_EVICTION, :meth:`insert` raises a StoreError. ``stats().details["evictions"]`` counts.
+    When it is full, the row with the smallest score of a bucket goes: down, in a
+    :class:`~dynamicemb.tiers.Stack`; else it is dropped as in a table in main memory, which
+    ``stats().details["evictions"]`` counts, or, with NO_EVICTION, :meth:`insert` raises a
+    StoreError.
     """
 
-    def __init__(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        options: DynamicEmbTableOptions,
+        optimizer: Optimizer,
+        *,
+        budget: int | None = None,
+    ) -> None:
         super().__init__(options, optimizer)
-        self._table = self._make_table(options, optimizer)
+        self._budget = budget
+        self._hands_down = False
+        self._lock = threading.Lock()  # a row is in the table or is leaving, for every reader
+        self._leaving: list[Rows] = []
+        self._flushed_at: int | None = None  # a mark of the table
+        self._made_of = options, optimizer
+        self._table = self._make_table()
 
-    @staticmethod
-    def _make_table(options: DynamicEmbTableOptions, optimizer: Optimizer) -> CpuTable:
+    @classmethod
+    def within(cls, budget: int) -> Callable[[DynamicEmbTableOptions, Optimizer], HostStore]:
+        """For ``external_storage`` and ``Stack.of``: a store of ``budget`` bytes."""
+        return functools.partial(cls, budget=budget)
+
+    def _make_table(self) -> CpuTable:
+        options, optimizer = self._made_of
+        capacity, start = options.max_capacity or 1024, min(options.init_capacity or 1024, 1024)
+        if self._budget is not None:
+            # From the start: growing would take the memory twice for a while.
+            capacity = rows_within(self._budget, options, optimizer, name="budget")
+            start = capacity
+        strategy = options.score_strategy
+        if self._hands_down and strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+            strategy = DynamicEmbScoreStrategy.CUSTOMIZED  # the oldest rows go down
         plain = replace(
             options,
-            init_capacity=min(options.init_capacity or 1024, options.max_capacity or 1024),
+            init_capacity=min(start, capacity),
+            max_capacity=capacity,
+            score_strategy=strategy,
             caching=False,
             external_storage=None,
             admit_strategy=None,
@@ -39,47 +73,149 @@ class HostStore(Store):
         )
         return CpuTable(plain, optimizer=optimizer, name="host store", seed=0)
 
+    # ---- rows ----
+
     def find(self, ids: torch.Tensor) -> Found:
-        return self._table.find(ids)
+        with self._lock:
+            found = self._table.find(ids)
+            for rows in self._leaving:  # an id is in one of them at most
+                at, there = _places(rows, ids)
+                found.found |= there
+                for name in ("embeddings", "state", "scores"):
+                    getattr(found, name)[there] = getattr(rows, name)[at[there]]
+            return found
+
+    def contains(self, ids: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            found = self._table.contains(ids)
+            for rows in self._leaving:
+                found |= _places(rows, ids)[1]
+            return found
 
     def insert(self, rows: Rows) -> None:
         rows = self.layout.check(rows)
-        written = self._table.insert(
-            rows.ids, rows.embeddings, state=rows.state, scores=rows.scores
-        ).written
-        if not bool(written.all()):
+        with self._lock:
+            self._forget_leaving(rows.ids)
+            done = self._table.insert(
+                rows.ids,
+                rows.embeddings,
+                state=rows.state,
+                scores=rows.scores,
+                return_evicted=self._hands_down,
+            )
+            if done.evicted is not None:
+                # Rows that found no place because the call is larger than the store go down too.
+                for part in (done.evicted, select(rows, ~done.written)):
+                    if len(part):
+                        self._leaving.append(_last_of_each(part))
+                return
+        if not bool(done.written.all()):
             raise StoreError(
                 None,
-                f"{int((~written).sum())} rows found no room in a host store of "
+                f"{int((~done.written).sum())} rows found no room in a host store of "
                 f"{self._table.capacity} slots that evicts nothing; raise max_capacity",
             )
 
-    def contains(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._table.contains(ids)
-
-    def insert_counting(self, rows: Rows) -> int:
+    def insert_counting(self, rows: Rows) -> int | None:
+        if self._hands_down:
+            self.insert(rows)
+            return None
         before = self._table.stats().inserts
         self.insert(rows)
         return self._table.stats().inserts - before
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._table.erase(ids)
+        with self._lock:
+            removed = self._table.erase(ids)
+            if self._leaving:
+                first = _first_of_each(ids)
+                for rows in self._leaving:
+                    removed |= first & _places(rows, ids)[1]
+            self._forget_leaving(ids)
+            return removed
 
     def export(self, *, batch_size: int = 65536) -> Iterator[Rows]:
-        return self._table.export(batch_size=batch_size)
+        yield from self._table.export(batch_size=batch_size)
+        for rows in list(self._leaving):
+            for begin in range(0, len(rows), batch_size):
+                yield select(rows, slice(begin, begin + batch_size))
 
     def clear(self) -> None:
-        self._table.clear()
+        with self._lock:
+            self._table.clear()
+            self._leaving.clear()
+            self._flushed_at = None
 
     def size(self) -> int:
-        return self._table.size()
+        return self._table.size() + sum(len(rows) for rows in self._leaving)
+
+    # ---- above another store ----
+
+    def hand_down(self) -> None:
+        self._hands_down = True
+        if self._made_of[0].score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+            self._table = self._make_table()
+
+    def surplus(self) -> Rows:
+        return join([self.layout.empty(0), *self._leaving])
+
+    def release(self, ids: torch.Tensor) -> None:
+        with self._lock:
+            self._forget_leaving(ids)
+
+    def unflushed(self) -> Iterator[Rows]:
+        return self._table.export(changed_since=self._flushed_at)
+
+    def flush(self) -> None:
+        """For a store below: what is here now is there. Nothing here lasts longer than the
+        process."""
+        if self._hands_down:
+            self._flushed_at = self._table.mark_changes()
+
+    def _forget_leaving(self, ids: torch.Tensor) -> None:
+        kept = [select(rows, ~torch.isin(rows.ids, ids)) for rows in self._leaving]
+        self._leaving = [rows for rows in kept if len(rows)]
+
+    # ---- the rest ----
 
     def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
         super().set_layout(options, optimizer)
-        self._table = self._make_table(options, optimizer)
+        self._made_of = options, optimizer
+        self._flushed_at = None
+        self._table = self._make_table()
 
     def stats(self) -> StoreStats:
         stats = self._table.stats()
+        leaving = sum(len(rows) for rows in self._leaving)
         return StoreStats(
-            rows=stats.size, bytes_in_memory=stats.bytes, details={"evictions": stats.evictions}
+            rows=self.size(),
+            bytes_in_memory=stats.bytes + leaving * (8 + self.layout.row_bytes),
+            details={
+                "capacity": stats.capacity,
+                "evictions": 0 if self._hands_down else stats.evictions,
+                "handed_down": stats.evictions if self._hands_down else 0,
+            },
         )
+
+
+def _places(rows: Rows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(where each id is among rows in ascending order of their ids, whether it is there)."""
+    at = torch.searchsorted(rows.ids, ids).clamp_(max=len(rows) - 1)
+    return at, rows.ids[at] == ids
+
+
+def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
+    """bool [n]: the first occurrence of every distinct id."""
+    order = torch.argsort(ids, stable=True)
+    first = torch.ones(len(ids), dtype=torch.bool)
+    first[order[1:]] = ids[order[1:]] != ids[order[:-1]]
+    return first
+
+
+def _last_of_each(rows: Rows) -> Rows:
+    """The rows in ascending order of their ids, of equal ids the last."""
+    order = torch.argsort(rows.ids, stable=True)
+    ids = rows.ids[order]
+    last = torch.ones(len(ids), dtype=torch.bool)
+    last[:-1] = ids[1:] != ids[:-1]
+    return select(rows, order[last])

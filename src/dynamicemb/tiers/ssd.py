@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -27,12 +28,14 @@ from dynamicemb.errors import (
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.table.base import Found, Rows
-from dynamicemb.tiers.base import Store, StoreStats
+from dynamicemb.tiers.base import BoundedStore, StoreStats
+from dynamicemb.tiers.merge import select
 
+_MOST_AT_ONCE = 2**18  # rows that are handed down together
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
-class SsdStore(Store):
+class SsdStore(BoundedStore):
     """Rows in a folder, as a log of segments with an index in memory (at most 16 bytes per row).
 
     The folder belongs to one store of one process at a time. Opening it again finds what was
@@ -50,7 +53,12 @@ class SsdStore(Store):
             the SSD's time whenever a row is not in the table above, and no memory.
         segment_mb: size of a segment. Each is one open file.
         io_threads: reads in flight.
+        max_rows: the bound of the store. Beyond it, the rows that were written longest ago go down
+            in a :class:`~dynamicemb.tiers.Stack`; without a store below it is as if the disk were
+            full.
     """
+
+    persistent = True
 
     def __init__(
         self,
@@ -62,6 +70,7 @@ class SsdStore(Store):
         direct_io: bool = False,
         segment_mb: int = 64,
         io_threads: int = 16,
+        max_rows: int | None = None,
         files: Any = None,
     ) -> None:
         super().__init__(options, optimizer)
@@ -76,6 +85,11 @@ class SsdStore(Store):
             "io_threads": check_integer("io_threads", io_threads, minimum=1, maximum=256),
             "files": files,  # of tests: operations that fail
         }
+        if max_rows is not None:
+            max_rows = check_integer("max_rows", max_rows, minimum=1)
+        self._max_rows = max_rows
+        self._hands_down = False
+        self._oldest = self._after_surplus = (0, 0)  # in the log: rows before were handed down
         self._open()
 
     @classmethod
@@ -132,6 +146,8 @@ class SsdStore(Store):
 
     def insert(self, rows: Rows) -> None:
         rows = self.layout.check(rows)
+        if self._max_rows is not None and not self._hands_down:
+            self._check_room(rows)
         with self._errors(kept=True):
             self._store.insert(rows.ids.data_ptr(), len(rows), self._columns(rows))
 
@@ -149,17 +165,52 @@ class SsdStore(Store):
     def _export(self, batch_size: int) -> Iterator[Rows]:
         cursor = (0, 0)
         while True:
-            rows = self.layout.empty(min(batch_size, self.size()))
-            with self._errors():
-                count, *position = self._store.export_rows(
-                    cursor, len(rows), rows.ids.data_ptr(), self._columns(rows)
-                )
-            if count == 0:
+            rows, cursor = self._after(cursor, batch_size)
+            if not len(rows):
                 return
-            cursor = (position[0], position[1])
-            yield Rows(
-                rows.ids[:count], rows.embeddings[:count], rows.state[:count], rows.scores[:count]
+            yield rows
+
+    def _after(self, cursor: tuple[int, int], limit: int) -> tuple[Rows, tuple[int, int]]:
+        """At most ``limit`` rows of the log after a cursor, and the cursor after them."""
+        rows = self.layout.empty(min(limit, self.size()))
+        with self._errors():
+            count, number, place = self._store.export_rows(
+                cursor, len(rows), rows.ids.data_ptr(), self._columns(rows)
             )
+        return select(rows, slice(0, count)), (number, place)
+
+    # ---- the bound ----
+
+    def _check_room(self, rows: Rows) -> None:
+        assert self._max_rows is not None
+        new = int((~self.contains(torch.unique(rows.ids))).sum())
+        if self.size() + new > self._max_rows:
+            raise StoreError(
+                errno.ENOSPC,
+                f"the store at {self.path} has {self.size()} rows and {new} new ones to take; "
+                f"max_rows is {self._max_rows}",
+                self.path,
+            )
+
+    def hand_down(self) -> None:
+        self._hands_down = True
+
+    def surplus(self) -> Rows:
+        """The rows that were written longest ago; a sixteenth of the store at least, for the store
+        below is flushed each time."""
+        excess = 0 if self._max_rows is None else self.size() - self._max_rows
+        if self._max_rows is None or excess <= 0:
+            return self.layout.empty(0)
+        limit = min(excess + self._max_rows // 16, _MOST_AT_ONCE)
+        rows, cursor = self._after(self._oldest, limit)
+        if not len(rows):  # the log was rewritten; begin again
+            rows, cursor = self._after((0, 0), limit)
+        self._after_surplus = cursor
+        return rows
+
+    def release(self, ids: torch.Tensor) -> None:
+        self.erase(ids)
+        self._oldest = self._after_surplus
 
     def clear(self) -> None:
         with self._errors():

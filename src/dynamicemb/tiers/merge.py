@@ -1,0 +1,69 @@
+"""What two levels hold together, where the upper one's rows count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from dynamicemb.table.base import Found, Rows
+from dynamicemb.tiers.base import Store
+
+
+def fill_from(store: Store, ids: torch.Tensor, found: Found) -> None:
+    """Fill what the upper level did not find of ``ids`` (also equal ones) with the store's rows."""
+    missing = (~found.found).nonzero().squeeze(1)
+    if not len(missing):
+        return
+    distinct, places = torch.unique(ids[missing], return_inverse=True)
+    below = store.find(distinct.cpu())
+    there = below.found.to(places.device)[places]
+    to, source = missing[there], places[there].to(below.found.device)
+    found.found[to] = True
+    for name in ("embeddings", "state", "scores"):
+        out = getattr(found, name)
+        out[to] = getattr(below, name)[source].to(out.device)
+
+
+def contains_below(store: Store, ids: torch.Tensor, found: torch.Tensor) -> None:
+    """Set ``found`` where it is False and the store has the id."""
+    missing = (~found).nonzero().squeeze(1)
+    if len(missing):
+        distinct, places = torch.unique(ids[missing], return_inverse=True)
+        found[missing] = store.contains(distinct.cpu()).to(places.device)[places]
+
+
+def export_below(
+    store: Store,
+    contained: Callable[[torch.Tensor], torch.Tensor],
+    batch_size: int,
+    threshold: int | None = None,
+) -> Iterator[Rows]:
+    """The store's rows whose ids the upper level does not contain, with a score (the timestamp of a
+    pair) of at least ``threshold``."""
+    for rows in store.export(batch_size=batch_size):
+        wanted = ~contained(rows.ids)
+        if threshold is not None:
+            words = rows.scores if rows.scores.dim() == 1 else rows.scores[:, 0]
+            low = threshold - 2**64 if threshold >= 2**63 else threshold
+            wanted &= (words ^ -(2**63)) >= (low ^ -(2**63))  # as unsigned numbers
+        if bool(wanted.any()):
+            yield select(rows, wanted)
+
+
+def select(rows: Rows, which: torch.Tensor | slice) -> Rows:
+    """Some of the rows, by a mask, places, or a range."""
+    return Rows(rows.ids[which], rows.embeddings[which], rows.state[which], rows.scores[which])
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """Several rows as one; empty ones may have any shape."""
+    full = [rows for rows in parts if len(rows)] or [parts[-1]]
+    if len(full) == 1:
+        return full[0]
+    return Rows(
+        torch.cat([rows.ids for rows in full]),
+        torch.cat([rows.embeddings for rows in full]),
+        torch.cat([rows.state for rows in full]),
+        torch.cat([rows.scores for rows in full]),
+    )
