@@ -97,6 +97,8 @@ void bind_table(nb::module_& m) {
           nb::kw_only(), "mode"_a, "value"_a, "lower"_a, "upper"_a, "mean"_a, "std_dev"_a,
           "cdf_lower"_a, "cdf_upper"_a, "seed"_a);
 
+  nb::class_<EmptyTable>(m, "EmptyTable");
+
   nb::class_<Table>(m, "Table")
       .def(
           "__init__",
@@ -167,6 +169,19 @@ void bind_table(nb::module_& m) {
              std::unique_lock lock(self.mutex());
              self.clear();
            })
+      .def("when_empty",
+           [](const Table& self) {
+             std::shared_lock lock(self.mutex());
+             return self.when_empty();
+           })
+      .def(
+          "make_empty",
+          [](Table& self, const EmptyTable& before) {
+            nb::gil_scoped_release release;
+            std::unique_lock lock(self.mutex());
+            self.make_empty(before);
+          },
+          "before"_a)
       .def(
           "export_rows",
           [](const Table& self, uint64_t cursor, size_t limit, std::optional<uint64_t> threshold,

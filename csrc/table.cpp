@@ -216,29 +216,41 @@ void Table::erase(const uint64_t* ids, size_t n, int threads, bool* removed) {
 }
 
 void Table::clear() {
-  const uint64_t slots = capacity();
   std::vector<uint64_t> gone;
   if (removals_.on())
-    for (uint64_t slot = 0; slot < slots; ++slot)
+    for (uint64_t slot = 0; slot < capacity(); ++slot)
       if (digests_[slot] != 0) gone.push_back(keys_[slot]);
+  drop_rows(buckets_);
+  next_row_number_ = 0;
+  log_removals(gone);
+}
+
+void Table::make_empty(const EmptyTable& before) {
+  drop_rows(before.buckets);
+  next_row_number_ = before.next_row_number;
+  counters_ = before.counters;
+}
+
+void Table::drop_rows(uint64_t buckets) {
   // Fresh mappings give the memory back and read as zero.
+  const uint64_t slots = buckets * config_.width;
   Array<uint8_t> digests(slots);
   Array<uint64_t> keys(slots);
   Array<Record> records(slots);
-  Array<uint64_t> timestamps(timestamps_.size());
-  Array<uint32_t> wide_map(wide_map_.size());
-  layout_rows(StateLayout(state_));
+  Array<uint64_t> timestamps(timestamps_.size() == 0 ? 0 : slots);
+  Array<uint32_t> wide_map(wide_map_.size() == 0 ? 0 : std::bit_ceil(2 * slots));
+  Mapping rows(bytes_of_rows(slots, stride_));
+  buckets_ = buckets;
   digests_ = std::move(digests);
   keys_ = std::move(keys);
   records_ = std::move(records);
   timestamps_ = std::move(timestamps);
   wide_map_ = std::move(wide_map);
+  rows_ = std::move(rows);
   positions_used_ = 0;
   size_ = 0;
-  next_row_number_ = 0;
   ++version_;
   ++changes_;
-  log_removals(gone);
 }
 
 // ---- changing shape ----

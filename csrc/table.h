@@ -81,6 +81,13 @@ struct Wanted {
   uint64_t changed_since = 0;
 };
 
+// What an empty table was, to make it that again.
+struct EmptyTable {
+  uint64_t buckets = 0;
+  uint64_t next_row_number = 0;
+  Counters counters;
+};
+
 class Batch;
 
 class Table {
@@ -106,6 +113,9 @@ class Table {
   // removed[i] = whether ids[i] was there and went with this occurrence.
   void erase(const uint64_t* ids, size_t n, int threads, bool* removed);
   void clear();
+  EmptyTable when_empty() const { return {buckets_, next_row_number_, counters_}; }
+  // Forgets all rows, the counts of them and the growth for them.
+  void make_empty(const EmptyTable& before);
   // Fills at most `limit` rows in slot order from `cursor` on that `wanted` asks for; returns how
   // many, and moves the cursor to the next slot to look at.
   size_t export_rows(uint64_t& cursor, size_t limit, const Wanted& wanted, uint32_t* slots) const;
@@ -157,6 +167,8 @@ class Table {
   // Notes ids that left the table just now.
   void log_removals(const std::vector<uint64_t>& ids);
   void layout_rows(const StateLayout& state);
+  // Drops every row; the table has so many buckets then.
+  void drop_rows(uint64_t buckets);
   void link_wide(uint32_t slot);
   void unlink_wide(uint32_t slot);
   bool wide() const { return wide_map_.size() != 0; }

@@ -22,8 +22,9 @@ from dynamicemb.checkpoint.chain import (
 from dynamicemb.checkpoint.dump import DumpFlags, TableNames, checked_path, table_source
 from dynamicemb.checkpoint.files import Directory
 from dynamicemb.checkpoint.legacy import Chosen
-from dynamicemb.checkpoint.load import Loading, Wishes
+from dynamicemb.checkpoint.load import Loading
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME
+from dynamicemb.checkpoint.plan import Wishes
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.checkpoint.serving import ServingTable
 from dynamicemb.checkpoint.target import Target, naming

@@ -148,11 +148,12 @@ class CheckpointReader:
         tables: Iterable[tuple[str, str]] | None = None,
         *,
         shards: Sequence[int] | None = None,
+        skip: Sequence[str] = (),
         advance: Callable[[int], object] | None = None,
     ) -> None:
         """Read the files of ``tables`` (collection, name; ``None``: all) and of the given shards
-        (``None``: all) and compare length and checksums. Raises ``CorruptCheckpointError``.
-        ``advance`` is called with the bytes of each file."""
+        (``None``: all), but not of the roles ``skip``, and compare length and checksums. Raises
+        ``CorruptCheckpointError``. ``advance`` is called with the bytes of each file."""
         for collection, name in self.all_tables() if tables is None else tables:
             table = self.table(collection, name)
             if table.opt_args is not None:
@@ -161,6 +162,8 @@ class CheckpointReader:
                 if shards is not None and shard.rank not in shards:
                     continue
                 for role, entry in shard.files.items():
+                    if role in skip:
+                        continue
                     self._verify(collection, table.file(shard, role), entry, advance)
 
     def _verify(

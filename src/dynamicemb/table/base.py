@@ -427,6 +427,12 @@ class Table(ABC):
     def drop_cache(self) -> None:  # noqa: B027
         """:meth:`flush`, and keep no row above the store, if there is one."""
 
+    def undo_point(self) -> Callable[[], None] | None:
+        """A function that makes the table, empty now, again what it is now, whatever rows,
+        optimizer and numbers it gets until then; the admission counter is not touched. ``None``
+        if it has rows, or is of a kind that cannot."""
+        return None
+
     @abstractmethod
     def reserve(self, rows: int) -> None:
         """Grow once for ``rows`` more ids, as far as ``max_capacity`` allows, instead of step by

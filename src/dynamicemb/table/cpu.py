@@ -317,6 +317,18 @@ class CpuTable(Table):
     def clear(self) -> None:
         self.engine.clear()
 
+    def undo_point(self) -> Callable[[], None] | None:
+        if self.size() or self.logs_removals:  # the log would have to forget what came after
+            return None
+        before, optimizer, progress = self.engine.when_empty(), self.optimizer, self.progress()
+
+        def undo() -> None:
+            self.engine.make_empty(before)
+            self.set_optimizer(optimizer)
+            self.restore_progress(progress)
+
+        return undo
+
     def reserve(self, rows: int) -> None:
         rows = check_integer("rows", rows, minimum=0, maximum=2**63 - 1)
         try:
