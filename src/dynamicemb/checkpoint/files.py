@@ -220,31 +220,26 @@ class Directory(_Open):
 
     def is_directory(self, name: str) -> bool:
         """Whether ``name`` is a folder (a link to one is not)."""
-        mode = self._mode(name)
-        return mode is not None and stat.S_ISDIR(mode)
+        status = self._status(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
 
     def exists(self, name: str) -> bool:
         """Whether there is an entry ``name``, of any kind."""
-        return self._mode(name) is not None
+        return self._status(name) is not None
 
     def size(self, name: str) -> int | None:
         """Bytes of the regular file ``name``; ``None`` if there is none."""
-        try:
-            status = _system.run(
-                "stat", os.stat, check_name(name), dir_fd=self.fileno(), follow_symlinks=False
-            )
-        except FileNotFoundError:
-            return None
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        status = self._status(name)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
-    def _mode(self, name: str) -> int | None:
+    def _status(self, name: str) -> os.stat_result | None:
+        """Of the entry itself, not of what a link leads to."""
         try:
-            status = _system.run(
+            return _system.run(
                 "stat", os.stat, check_name(name), dir_fd=self.fileno(), follow_symlinks=False
             )
         except FileNotFoundError:
             return None
-        return status.st_mode
 
     def rename(self, name: str, target: Directory, target_name: str) -> None:
         """Move the entry to ``target`` in one step, in place of one that is there."""
