@@ -43,6 +43,15 @@ def best_of_each_bucket(table: Table, source: Table) -> set[int]:
     return kept
 
 
+def read_in_batches(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    rows = load.CheckpointReader.rows
+
+    def small_batches(self: Any, *args: Any, **more: Any) -> Any:
+        return rows(self, *args, **more, batch_bytes=batch * 80)
+
+    monkeypatch.setattr(load.CheckpointReader, "rows", small_batches)
+
+
 @pytest.mark.parametrize("strategy", ["STEP", "LFU", "CUSTOMIZED", "TIMESTAMP_LFU"])
 @pytest.mark.parametrize("batch", [64, 10**6])
 def test_the_highest_scores_stay(
@@ -50,12 +59,7 @@ def test_the_highest_scores_stay(
 ) -> None:
     one = filled(strategy, 2000)
     DynamicEmbDump(tmp_path, one, optim=True)
-    rows = load.CheckpointReader.rows
-
-    def small_batches(self: Any, *args: Any, **more: Any) -> Any:
-        return rows(self, *args, **more, batch_bytes=batch * 80)
-
-    monkeypatch.setattr(load.CheckpointReader, "rows", small_batches)
+    read_in_batches(monkeypatch, batch)
     two = make_model(strategy, names=("t",), max_capacity=512, init_capacity=128)
     with pytest.warns(UserWarning, match="rows did not fit table 't'"):
         report = DynamicEmbLoad(tmp_path, two, optim=True)
@@ -131,6 +135,24 @@ def test_a_full_table_that_fits_loses_nothing(tmp_path: Path) -> None:
     assert set(content(two.tables[0])) == set(content(one.tables[0]))
 
 
+@pytest.mark.parametrize("scores", [True, False])
+def test_an_id_that_gets_its_place_back_did_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: bool
+) -> None:
+    """Rows of before are evicted by early batches, and come again with later ones."""
+    one = filled("LFU", 2000)
+    DynamicEmbDump(tmp_path, one)
+    read_in_batches(monkeypatch, 64)
+    two = make_model("LFU", names=("t",), max_capacity=512, init_capacity=512)
+    table = two.tables[0]
+    ids = torch.tensor(sorted(content(one.tables[0])))[::4]
+    table.insert(ids, torch.ones(len(ids), 4), scores=torch.arange(len(ids)))
+    before = set(content(table))
+    with pytest.warns(UserWarning, match="rows did not fit table 't'"):
+        report = DynamicEmbLoad(tmp_path, two, scores=scores)
+    assert report.did_not_fit == len(before | set(content(one.tables[0]))) - len(table)
+
+
 def test_ids_that_come_twice_in_a_batch() -> None:
     model = make_model("STEP", names=("t",), max_capacity=16, init_capacity=16, bucket_capacity=16)
     table = model.tables[0]
@@ -139,4 +161,5 @@ def test_ids_that_come_twice_in_a_batch() -> None:
     rows = torch.arange(40.0).reshape(-1, 1).expand(-1, 4).contiguous()
     filler.put(Rows(ids, rows, torch.zeros(40, 8), ids * 10), scored=True)
     assert sorted(content(table)) == list(range(4, 20))
+    assert filler.lost() == 4
     assert {row[0][0] for row in content(table).values()} == {float(i + 20) for i in range(4, 20)}

@@ -21,13 +21,25 @@ class Filler:
     """Inserts rows in batches and counts those that lose their place.
 
     When a bucket is full, the rows with the highest scores stay, whatever order they come in: a
-    table by itself would always let the last one in. ``lost`` counts the others, of the checkpoint
-    or of the table.
+    table by itself would always let the last one in.
+
+    each_once: no id comes that lost its place before, since the table is empty and every id is put
+    once. Without, the ids without a place are kept until the end, 8 bytes each.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *, each_once: bool = False) -> None:
         self._table = table
-        self.lost = 0
+        self._each_once = each_once
+        self._lost = 0
+        self._without_place: list[torch.Tensor] = []
+
+    def lost(self) -> int:
+        """The ids, of the rows put or of the table before, that have no place now."""
+        if self._without_place:
+            ids = torch.unique(torch.cat(self._without_place))
+            self._without_place = [ids[~self._table.contains(ids)]]
+            self._lost = len(self._without_place[0])
+        return self._lost
 
     def put(self, rows: Rows, *, scored: bool) -> None:
         """Insert whole rows, on the table's device. ``scored``: they have scores of their own;
@@ -38,10 +50,13 @@ class Filler:
         gone = _last_of_each(_some(rows, ~written))
         if evicted is not None:
             gone = _joined(evicted, gone)
-        self.lost += len(gone)
         keeps_all = self._table.options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
         if scored and not keeps_all:
-            self._prefer_high_scores(_some(rows, written), gone)
+            gone = self._prefer_high_scores(_some(rows, written), gone)
+        if self._each_once:
+            self._lost += len(gone)
+        else:
+            self._without_place.append(gone.ids)
 
     def _insert(self, rows: Rows, scored: bool) -> tuple[torch.Tensor, Rows | None]:
         try:
@@ -56,9 +71,9 @@ class Filler:
             return self._table.contains(rows.ids), error.evicted
         return result.written, result.evicted
 
-    def _prefer_high_scores(self, rows: Rows, gone: Rows) -> None:
+    def _prefer_high_scores(self, rows: Rows, gone: Rows) -> Rows:
         """Of the rows that a batch wrote and those that are gone because of it, evicted or failed,
-        let the highest scores have the places.
+        let the highest scores have the places; the others.
 
         It is enough to look at these: what the batch did not touch and did not evict is not below
         what it evicted, and where a row failed, nothing untouched is left in the bucket.
@@ -82,6 +97,7 @@ class Filler:
         if bool(leave.any()):
             table.erase(both.ids[leave])
             self._insert(_some(both, come), True)
+        return _some(both, ~stays)
 
 
 def _rank_key(scores: torch.Tensor) -> torch.Tensor:

@@ -324,12 +324,13 @@ class Loading:
         for shard in plan.shards:
             if REMOVED in shard.files:
                 self._erase(plan, shard)
-        filler = Filler(table)
+        once = plan.routing is not None or len(plan.shards) == 1
+        filler = Filler(table, each_once=once and table.size() == 0)
         for shard, stored in read_ahead(lambda: self._stored(plan)):
             rows = to_table(plan, shard, owned(plan, stored), self._now_for(shard, now))
             filler.put(rows, scored=plan.scores)
             bar.add(plan.row_bytes * len(stored))
-        return filler.lost
+        return filler.lost()
 
     def _now_for(self, shard: Shard, now: int) -> int:
         """The reading that the shard's clock is to become."""
