@@ -9,6 +9,7 @@ from dynamicemb.tiers.base import BoundedStore, RowLayout, Store, StoreStats
 from dynamicemb.tiers.cached_table import CachedTable, CacheStats
 from dynamicemb.tiers.host import HostStore
 from dynamicemb.tiers.layout import create_cached_table
+from dynamicemb.tiers.remote.store import RemoteStore
 from dynamicemb.tiers.ssd import SsdStore
 from dynamicemb.tiers.stack import Stack
 
@@ -17,6 +18,7 @@ __all__ = [
     "CacheStats",
     "CachedTable",
     "HostStore",
+    "RemoteStore",
     "RowLayout",
     "SsdStore",
     "Stack",
