@@ -32,7 +32,7 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
   entry_first_ = memory_.take<uint32_t>(n);
   occurrences_ = memory_.take<uint32_t>(n);
   entry_at_ = memory_.take<uint32_t>(n);
-  if (mode == BatchMode::kTrain) rows_ = memory_.take<uint32_t>(n);
+  if (mode == BatchMode::kTrain || mode == BatchMode::kLocate) slots_ = memory_.take<uint32_t>(n);
   entry_fate_ = memory_.take<uint8_t>(n);
   side_stride_ = table_->stride_;
   side_.resize(side_stride_);
@@ -135,7 +135,7 @@ void Batch::find(size_t partition) {
   if (unique == count) {
     for (uint32_t i = 0; i < count; ++i) {
       spans[i] = {p.begin + i, p.begin + i + 1};
-      entry_at_[positions[i]] = p.begin + i;
+      entry_at_[positions[i]] = kAlone;
     }
     std::memcpy(occurrences_ + p.begin, positions, count * sizeof(uint32_t));
   } else {
@@ -148,8 +148,11 @@ void Batch::find(size_t partition) {
       offset += length;
     }
     for (uint32_t i = 0; i < count; ++i) {
-      Span& span = spans[entry_of[i]];
-      entry_at_[positions[i]] = span.end == span.begin ? p.begin + entry_of[i] : kNoSlot;
+      const uint32_t entry = entry_of[i];
+      Span& span = spans[entry];
+      const uint32_t end = entry + 1 < unique ? spans[entry + 1].begin : p.end;
+      const uint32_t first = end - span.begin == 1 ? kAlone : p.begin + entry;
+      entry_at_[positions[i]] = span.end == span.begin ? first : kNoSlot;
       occurrences_[span.end++] = positions[i];
     }
   }
@@ -267,6 +270,16 @@ void Batch::fit_side() {
                 table_->embedding_bytes_);
   side_ = std::move(fitted);
   side_stride_ = stride;
+}
+
+uint64_t Batch::rows_gone() const {
+  uint64_t gone = 0;
+  for (const Partition& p : parts_) {
+    if (p.missing == 0) continue;
+    for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
+      gone += entry_fate_[entry] == kThere && entry_slots_[entry] == kNoSlot;
+  }
+  return gone;
 }
 
 void Batch::protect(Batch& other) {

@@ -96,6 +96,10 @@ class Batch {
 
  private:
   friend class Group;
+  friend class RowUpdates;
+
+  // In entry_at_: an id that occurs once, here.
+  static constexpr uint32_t kAlone = kNoSlot - 1;
 
   enum Fate : uint8_t { kThere, kFailed, kRejected };
   struct Span {
@@ -123,7 +127,8 @@ class Batch {
   void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;
   void publish(const Partition& p);
   void number_rows(std::vector<uint32_t>& inserted);
-  void fit_side();  // after the table's rows changed their stride
+  uint64_t rows_gone() const;  // ids whose row was removed after they were found
+  void fit_side();             // after the table's rows changed their stride
 
   std::shared_ptr<Table> table_;
   BatchMode mode_;
@@ -150,9 +155,9 @@ class Batch {
   uint64_t* entry_counts_ = nullptr;  // only where something counts
   Span* spans_ = nullptr;             // an entry's part of occurrences_
   uint32_t* occurrences_ = nullptr;   // positions, grouped by entry
-  uint32_t* entry_at_ = nullptr;      // per position: the entry that occurs first there
+  uint32_t* entry_at_ = nullptr;      // per position: the entry that occurs first there, if any
   uint8_t* entry_fate_ = nullptr;
-  uint32_t* rows_ = nullptr;       // per occurrence: row number for RowSource
+  uint32_t* slots_ = nullptr;      // per occurrence: its slot, or kSideRow + the side row
   std::vector<uint32_t> missing_;  // entries, in order of first occurrence
   std::vector<uint8_t> admitted_;  // flags of the missing entries
   std::vector<std::byte> side_;    // row 0: zeros; then rejected rows

@@ -169,16 +169,12 @@ void Batch::write_rows(const Partition& p, const std::vector<bool>& missed) {
 }
 
 void Batch::publish(const Partition& p) {
-  const Table& t = *table_;
   for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry) {
-    uint32_t row;
-    if (entry_fate_[entry] == kThere && entry_slots_[entry] != kNoSlot) {
-      row = static_cast<uint32_t>(t.row_of(entry_slots_[entry]));
-    } else {
-      row = kSideRow | (entry_fate_[entry] == kRejected ? entry_side_[entry] : 0);
-    }
+    uint32_t slot = entry_slots_[entry];
+    if (entry_fate_[entry] != kThere || slot == kNoSlot)
+      slot = kSideRow | (entry_fate_[entry] == kRejected ? entry_side_[entry] : 0);
     const auto [begin, end] = spans_[entry];
-    for (uint32_t i = begin; i < end; ++i) rows_[occurrences_[i]] = row;
+    for (uint32_t i = begin; i < end; ++i) slots_[occurrences_[i]] = slot;
   }
 }
 
@@ -215,7 +211,7 @@ void Batch::commit(size_t partition, const BatchScore& score) {
       }
     }
   }
-  if (mode_ == BatchMode::kTrain) publish(p);
+  if (slots_ != nullptr) publish(p);
   if (writes) write_rows(p, missed);
 }
 

@@ -54,9 +54,6 @@ class Group {
 
  private:
   static void refresh(std::span<const Segment> segments, int threads);
-  // Updates the rows whose first occurrence is in [begin, end); returns how many were gone.
-  static uint64_t update_range(const Segment& segment, const Gradients& gradients,
-                               const OptimizerStep& step, size_t begin, size_t end);
 };
 
 }  // namespace dynamicemb

@@ -127,6 +127,22 @@ void Table::unlink_wide(uint32_t slot) {
 
 // ---- reading ----
 
+void Table::rows_of(const uint32_t* slots, size_t n, uint32_t* rows) const {
+  const auto convert = [&](const auto& bucket_of_slot) {
+    const auto width = config_.width, buckets = static_cast<uint32_t>(buckets_);
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t slot = slots[i], bucket = bucket_of_slot(slot);
+      const uint32_t row = (slot - bucket * width) * buckets + bucket;
+      rows[i] = slot < kSideRow ? row : slot == kNoSlot ? kSideRow : slot;
+    }
+  };
+  if (shift_ >= 0) {
+    convert([shift = shift_](uint32_t slot) { return slot >> shift; });
+  } else {
+    convert([width = config_.width](uint32_t slot) { return slot / width; });
+  }
+}
+
 void Table::find(const uint64_t* ids, size_t n, int threads, uint32_t* slots) const {
   const size_t tasks = (n + kChunk - 1) / kChunk;
   const auto find_ids = kernels().find;

@@ -141,6 +141,7 @@ class Table {
  private:
   friend class Batch;
   friend class Group;
+  friend class RowUpdates;
   friend class SlotMap;
 
   IndexView index() const {
@@ -150,6 +151,11 @@ class Table {
     const uint64_t bucket = shift_ >= 0 ? slot >> shift_ : slot / config_.width;
     const uint64_t position = slot - bucket * config_.width;
     return position * buckets_ + bucket;
+  }
+  // Row numbers for source() of slots, which may be kNoSlot (row 0 of the side rows) or side rows.
+  void rows_of(const uint32_t* slots, size_t n, uint32_t* rows) const;
+  RowSource source(const std::byte* side) const {
+    return {rows_.data(), side, stride_, config_.dim, config_.type};
   }
   std::byte* row(uint32_t slot) const { return rows_.data() + row_of(slot) * stride_; }
   float* row_state(std::byte* row) const { return reinterpret_cast<float*>(row + state_offset_); }
