@@ -34,6 +34,15 @@ def milliseconds(times: Iterator[float]) -> str:
     return f"{1e3 * statistics.median(times):.2f} ms"
 
 
+def seconds_to_dump(
+    path: Path, model: BatchedDynamicEmbeddingTables, index: bool
+) -> Iterator[float]:
+    for _ in range(5):
+        begin = time.perf_counter()
+        DynamicEmbDump(path, model, serving_index=index, allow_overwrite=True)
+        yield time.perf_counter() - begin
+
+
 def seconds_to_open(path: Path) -> Iterator[float]:
     for _ in range(20):
         begin = time.perf_counter()
@@ -60,13 +69,16 @@ def main() -> None:
     print(f"dim {given.dim}, {torch.get_num_threads()} threads")
     for rows in given.rows:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            path = Path(folder)
-            begin = time.perf_counter()
-            DynamicEmbDump(path, filled(rows, given.dim), serving_index=True)
-            made = time.perf_counter() - begin
-            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            print(f"{rows:,} rows, {size / 1e9:.2f} GB, made in {made:.1f} s")
-            print(f"  open: {milliseconds(seconds_to_open(path))}")
+            model = filled(rows, given.dim)
+            print(f"{rows:,} rows")
+            for index in (False, True):
+                path = Path(folder) / str(index)
+                times = list(seconds_to_dump(path, model, index))
+                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                print(
+                    f"  {'with' if index else 'without'} index: {size / 1e9:.3f} GB, dumped in "
+                    f"{milliseconds(iter(times))}, opened in {milliseconds(seconds_to_open(path))}"
+                )
             serving = ServingTable(path)
             for batch in (100, 1000, 100_000):
                 times = list(seconds_to_find(serving, rows, batch))
