@@ -10,7 +10,7 @@ import dynamicemb
 
 PACKAGE = Path(dynamicemb.__file__).parent
 LAYERS = ("kernels", "table", "tiers", "nn", "checkpoint", "torchrec")
-TORCHREC = ("planner", "shard", "unsharded", "get_planner")
+TORCHREC = ("planner", "shard", "managed_collision", "unsharded", "get_planner")
 
 
 def layer_of(module: str) -> str | None:

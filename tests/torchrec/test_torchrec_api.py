@@ -13,9 +13,12 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.modules.mc_modules import ManagedCollisionModule as TorchRecModule
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from dynamicemb import DynamicEmbTableOptions
 from dynamicemb.get_planner import get_planner
+from dynamicemb.managed_collision import ManagedCollisionModule, reset_evicted_rows
 from dynamicemb.planner import (
     DynamicEmbeddingEnumerator,
     DynamicEmbeddingShardingPlanner,
@@ -120,3 +123,21 @@ except ImportError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert "needs torchrec: pip install 'dynamicemb[torchrec]'" in done.stdout
+
+
+def test_managed_collision_takes_the_arguments_of_torchrecs_module() -> None:
+    theirs = parameters(MCHManagedCollisionModule)
+    ours = parameters(ManagedCollisionModule)
+    assert list(ours) == list(theirs)
+    changed = {name: (theirs[name], ours[name]) for name in ours if ours[name] != theirs[name]}
+    assert changed == {
+        "eviction_policy": ("required", None),
+        "eviction_interval": ("required", 1),
+        "input_hash_size": (2**63 - 1, 0),
+        "buckets": (1, 0),
+    }
+    missing = {name for name in vars(TorchRecModule) if not name.startswith("_")} - set(
+        dir(ManagedCollisionModule)
+    )
+    assert missing == set()
+    assert parameters(reset_evicted_rows) == {"model": "required", "optimizers": ()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -261,6 +262,17 @@ class SlotMap:
             draws,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copying and pickling carry the ids along, not the pins."""
+        return _restored, (
+            self.capacity,
+            self.policy,
+            self.decay_exponent,
+            self.min_used_freq_power,
+            self.ttl,
+            self.state(),
+        )
+
     def _later(self, time: int | None) -> int:
         now = self.time
         if time is None:
@@ -274,6 +286,25 @@ class SlotMap:
                 "slots", f"{int(tensor.min())} to {int(tensor.max())}", f"-1 to {self.capacity - 1}"
             )
         return tensor
+
+
+def _restored(
+    capacity: int,
+    policy: SlotPolicy,
+    decay_exponent: float,
+    min_used_freq_power: int,
+    ttl: int | None,
+    state: SlotMapState,
+) -> SlotMap:
+    table = SlotMap(
+        capacity,
+        policy,
+        decay_exponent=decay_exponent,
+        min_used_freq_power=min_used_freq_power,
+        ttl=ttl,
+    )
+    table.restore(state)
+    return table
 
 
 def _checked(name: str, tensor: object) -> torch.Tensor:
