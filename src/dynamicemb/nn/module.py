@@ -140,7 +140,10 @@ class DynamicModule(nn.Module, ABC):
                 self.handle, ids, offsets, weights, self._key, self.training
             )[0]
             return out
-        plan = self.plan(ids, offsets, weights)
+        return self.look_up(self.plan(ids, offsets, weights), weights)
+
+    def look_up(self, plan: Plan, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """The output of a checked call; with a graph where one is wanted."""
         if self.training and torch.is_grad_enabled():
             rows: torch.Tensor = _RowLookup.apply(self.handle, weights, self, plan)
             return rows
@@ -159,11 +162,15 @@ class DynamicModule(nn.Module, ABC):
             found = self._next_lookup(plan)
             self._group.read(found, pooling, out)
         else:
-            self._group.evaluate(plan.ids, plan.bounds, pooling, out)
+            self.evaluate(plan, out)
         if plan.keep is not None and not pooling.pooled:
             padded = torch.zeros(plan.count, shape[1], dtype=pooling.dtype, device=self.device)
             out = padded.index_copy_(0, plan.keep, out)
         return out, found
+
+    def evaluate(self, plan: Plan, out: torch.Tensor) -> None:
+        """Write the rows of a lookup that changes nothing, padding left out."""
+        self._group.evaluate(plan.ids, plan.bounds, plan.pooling, out)
 
     def _next_lookup(self, plan: Plan) -> Lookup:
         if not self._prefetched:

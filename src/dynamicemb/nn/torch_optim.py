@@ -73,12 +73,20 @@ def _adagrad(group: dict[str, Any]) -> Optimizer:
     return Optimizer(OptimizerKind.ADAGRAD, args)
 
 
-_TRANSLATIONS: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], Optimizer]] = {
+Translation = Callable[[dict[str, Any]], Optimizer]
+
+_TRANSLATIONS: dict[type[torch.optim.Optimizer], Translation] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adamw,
     torch.optim.Adagrad: _adagrad,
 }
+
+
+def register(kind: type[torch.optim.Optimizer], translation: Translation) -> None:
+    """Let optimizers of this class update dynamic rows: ``translation`` makes ours of a param group
+    of it."""
+    _TRANSLATIONS[kind] = translation
 
 
 def translate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Optimizer:

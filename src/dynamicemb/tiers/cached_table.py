@@ -317,6 +317,13 @@ class CachedTable(Table):
     def load_snapshot(self, name: str) -> None:
         """Return to a snapshot: rows, scores, and the numbers that go on counting."""
         with self.lock:
+            note = self.return_to(name)
+            if note:
+                self.restore_progress(_parse_progress(note))
+
+    def return_to(self, name: str) -> bytes:
+        """Return to the rows of a snapshot of the store; its note."""
+        with self.lock:
             note = self.store.load_snapshot(name)
             self.cache.clear()
             self._unwritten.clear()
@@ -325,8 +332,7 @@ class CachedTable(Table):
             self.evictions += 1
             for ahead in self._ahead:
                 ahead.forget_all()
-            if note:
-                self.restore_progress(_parse_progress(note))
+            return note
 
     # ---- reading ----
 
@@ -519,15 +525,29 @@ class CachedTable(Table):
         with self.lock:
             checked = self.cache._checked_optimizer(optimizer)
             if checked.kind is not self.cache.optimizer.kind:
-                if self.store.size() or self._unwritten or self.store.snapshots():
+                if checked.state_dim(self.dim) == self.state_dim:
+                    self._restart_state(checked)
+                elif self.store.size() or self._unwritten or self.store.snapshots():
                     raise UsageError(
                         f"the store of table {self.name!r} has rows with the state of "
                         f"{self.cache.optimizer.kind.name}; another kind of optimizer "
                         f"({checked.kind.name}) needs an empty store. Name the optimizer when the "
                         "module is made"
                     )
-                self.store.set_layout(self.options, checked)
+                else:
+                    self.store.set_layout(self.options, checked)
             self.cache.set_optimizer(optimizer)
+
+    def _restart_state(self, optimizer: Optimizer) -> None:
+        """The state of all rows below starts again, for an optimizer with as many numbers."""
+        self._drain()
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *(r.ids for r in self.store.export())])
+        initial = optimizer.initial_state(self.dim)
+        for part in ids.split(65536):
+            found = self.store.find(part)
+            state = initial.expand_as(found.state).contiguous()
+            self.store.insert(Rows(part, found.embeddings, state, found.scores))
+        self._forget(ids)
 
     def make_group(self, tables: Sequence[Table]) -> TableGroup:
         from dynamicemb.tiers.cached_group import CachedTableGroup  # it imports this module
