@@ -23,6 +23,7 @@ from dynamicemb import (
     dcp,
     exchange,
     incremental_dump,
+    one_embedding,
     serving,
     tiers,
 )
@@ -343,6 +344,7 @@ def test_tiers() -> None:
         "CacheStats",
         "CachedTable",
         "HostStore",
+        "RemoteStore",
         "RowLayout",
         "SsdStore",
         "Stack",
@@ -413,6 +415,68 @@ def test_dump_and_load() -> None:
     }
     assert fields(dynamicemb.TableLoad) == ["rows", "did_not_fit", "optimizer_state", "counter"]
     assert fields(dynamicemb.LoadReport) == ["tables", "missing"]
+
+
+def test_one_embedding() -> None:
+    assert set(one_embedding.__all__) == {
+        "Embedding",
+        "Ftrl",
+        "MultiTableEmbedding",
+        "MultiTableMultiColumnEmbedding",
+        "Optimizer",
+        "SmartDecayAdam",
+        "make_cached_host_mem_store_options",
+        "make_cached_ssd_store_options",
+        "make_column_options",
+        "make_constant_initializer",
+        "make_device_mem_store_options",
+        "make_normal_initializer",
+        "make_persistent_table_reader",
+        "make_persistent_table_writer",
+        "make_table",
+        "make_table_options",
+        "make_trunc_normal_initializer",
+        "make_uniform_initializer",
+    }
+    of_oneflow = {"name": "", "embedding_dim": "", "dtype": "", "key_type": "", "tables": ""}
+    of_oneflow |= {"store_options": "", "default_initializer": "None", "padding_idx": "None"}
+    assert defaults(one_embedding.MultiTableEmbedding) == of_oneflow | {
+        "seed": "0",
+        "share_ids": "True",
+        "resume": "True",
+        "gradient_reduction": "sum",
+        "process_group": "None",
+        "device": "None",
+    }
+    assert defaults(one_embedding.MultiTableMultiColumnEmbedding) == defaults(
+        one_embedding.MultiTableEmbedding
+    )
+    where = {"persistent_path": "", "capacity": ""}
+    sizes = {"size_factor": "1", "storage_dim": "-1", "physical_block_size": "4096"}
+    budget, full = {"cache_budget_mb": ""}, {"on_full": "error"}
+    assert defaults(one_embedding.make_device_mem_store_options) == where | sizes | full
+    assert defaults(one_embedding.make_cached_host_mem_store_options) == (
+        budget | where | sizes | full
+    )
+    assert defaults(one_embedding.make_cached_ssd_store_options) == (
+        budget | where | {"capacity": "None"} | sizes | {"host_cache_budget_mb": "0"}
+    )
+    assert defaults(one_embedding.Ftrl) == {
+        "params": "",
+        "lr": "0.001",
+        "weight_decay": "0.0",
+        "lr_power": "-0.5",
+        "initial_accumulator_value": "0.1",
+        "lambda1": "0.0",
+        "lambda2": "0.0",
+        "beta": "0.0",
+    }
+    persistent = ["paths", "snapshot_name", "key_type", "value_type", "storage_dim"]
+    for make in (
+        one_embedding.make_persistent_table_reader,
+        one_embedding.make_persistent_table_writer,
+    ):
+        assert list(defaults(make)) == [*persistent, "physical_block_size"]
 
 
 @pytest.mark.parametrize(

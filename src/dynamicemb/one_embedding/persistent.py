@@ -1,0 +1,280 @@
+"""Tables on the disk without an embedding: read and written as NumPy arrays."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynamicemb.errors import (
+    StoreError,
+    UsageError,
+    check_choice,
+    check_integer,
+    wrong_type,
+    wrong_value,
+)
+from dynamicemb.one_embedding import folders, oneflow_layout
+from dynamicemb.one_embedding.keys import KEY_TYPES
+from dynamicemb.one_embedding.sources import Source, as_ids, open_rows
+from dynamicemb.routing import Routing
+from dynamicemb.table import Rows
+from dynamicemb.tiers import SsdStore
+
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.uint32: np.dtype(np.uint32),
+    torch.float32: np.dtype(np.float32),
+}
+#: Rows of one batch of a reader, at most.
+BATCH = 65536
+
+
+def make_persistent_table_reader(
+    paths: str | Sequence[str],
+    snapshot_name: str,
+    key_type: Any,
+    value_type: Any,
+    storage_dim: int,
+    physical_block_size: int = 4096,
+) -> PersistentTableReader:
+    """Read a snapshot of tables on the disk.
+
+    Args:
+        paths: the folders, one per rank (``<persistent_path>/0-1`` and so on); of an embedding, of
+            :func:`make_persistent_table_writer`, or of OneFlow.
+        snapshot_name: its name.
+        key_type: of the keys: int64, int32, uint64 or uint32, as a torch or NumPy type.
+        value_type: of the values: float32.
+        storage_dim: floats of a row: the embedding, then the optimizer's state.
+        physical_block_size: 512 or 4096, as the tables were made with.
+
+    Returns an iterator of (keys [n], values [n, storage_dim]), n at most 65,536, over the folders
+    in the order of ``paths``; close it, or use it as a context manager. A missing snapshot is a
+    ``StoreError``. A folder of ours is locked while its rows are read: no embedding may have it
+    open.
+    """
+    return PersistentTableReader(
+        _checked_paths(paths),
+        folders.check_name(snapshot_name),
+        *_checked_types(key_type, value_type),
+        check_integer("storage_dim", storage_dim, minimum=1),
+        _checked_block(physical_block_size),
+    )
+
+
+def make_persistent_table_writer(
+    paths: str | Sequence[str],
+    snapshot_name: str,
+    key_type: Any,
+    value_type: Any,
+    storage_dim: int,
+    physical_block_size: int = 4096,
+) -> PersistentTableWriter:
+    """Write a snapshot that ``load_snapshot`` of an embedding with as many ranks as ``paths``
+    (``<persistent_path>/0-1`` and so on), or any other number, can load.
+
+    The arguments are those of :func:`make_persistent_table_reader`. ``write(keys, values)`` takes
+    arrays of just these types; of equal keys the last counts. The snapshot is there when the writer
+    is closed, by ``close()`` or as a context manager, and holds what was written by it alone. If an
+    error leaves the ``with`` block there is no snapshot.
+    """
+    return PersistentTableWriter(
+        _checked_paths(paths),
+        folders.check_name(snapshot_name),
+        *_checked_types(key_type, value_type),
+        check_integer("storage_dim", storage_dim, minimum=1),
+        _checked_block(physical_block_size),
+    )
+
+
+class PersistentTableReader:
+    """See :func:`make_persistent_table_reader`."""
+
+    def __init__(
+        self,
+        paths: list[str],
+        name: str,
+        key_type: torch.dtype,
+        value_type: torch.dtype,
+        storage_dim: int,
+        physical_block_size: int,
+    ) -> None:
+        self._dtype = _NUMPY[key_type]
+        settings = {
+            "key_type": key_type,
+            "storage_dim": storage_dim,
+            "physical_block_size": physical_block_size,
+        }
+        stamps = _stamps(paths, name)
+        self._open = [(path, name, stamp) for path, stamp in zip(paths, stamps, strict=True)]
+        self._batches: Iterator[tuple[np.ndarray, np.ndarray]] | None = self._read(settings)
+
+    def _read(self, settings: dict[str, Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for path, name, stamp in self._open:
+            with Source(path, name, stamp, **settings) as source:
+                for ids, values, _ in source.batches(BATCH):
+                    keys = ids.numpy()
+                    if self._dtype.itemsize == 4:
+                        keys = keys.astype(np.uint64).astype(np.uint32)
+                    yield keys.view(self._dtype), values.numpy()
+
+    def __iter__(self) -> PersistentTableReader:
+        return self
+
+    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._batches is None:
+            raise UsageError("the reader is closed")
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Give the folders back."""
+        if self._batches is not None:
+            self._batches.close()  # type: ignore[attr-defined]  # a generator
+        self._batches = None
+
+    def __enter__(self) -> PersistentTableReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PersistentTableWriter:
+    """See :func:`make_persistent_table_writer`."""
+
+    def __init__(
+        self,
+        paths: list[str],
+        name: str,
+        key_type: torch.dtype,
+        value_type: torch.dtype,
+        storage_dim: int,
+        physical_block_size: int,
+    ) -> None:
+        self._name, self._paths = name, paths
+        self._key_type, self._dtype = key_type, _NUMPY[key_type]
+        self._values, self._storage_dim = _NUMPY[value_type], storage_dim
+        self._routing = Routing("hash_roundrobin", len(paths), 0)
+        self._stores: list[SsdStore] = []
+        try:
+            for path in paths:
+                store = open_rows(path, storage_dim, physical_block_size)
+                self._stores.append(store)
+                store.clear()
+        except BaseException:
+            self._give_back()
+            raise
+
+    def write(self, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store rows; nothing is stored if an array is wrong."""
+        if not self._stores:
+            raise UsageError("the writer is closed")
+        if not isinstance(keys, np.ndarray) or keys.dtype != self._dtype or keys.ndim != 1:
+            raise wrong_type("keys", _shape(keys), f"an array of {self._dtype} with one axis")
+        shape = (len(keys), self._storage_dim)
+        if not isinstance(values, np.ndarray) or values.dtype != self._values:
+            raise wrong_type("values", _shape(values), f"an array of {self._values}")
+        if values.shape != shape:
+            raise wrong_value("values.shape", values.shape, str(shape))
+        unsigned = np.ascontiguousarray(keys).view(f"<u{keys.itemsize}")
+        ids = torch.from_numpy(as_ids(unsigned, self._key_type))
+        rows = torch.from_numpy(np.ascontiguousarray(values))
+        owner = self._routing.owner(ids)
+        for rank, store in enumerate(self._stores):
+            here = (owner == rank).nonzero().squeeze(1)
+            scores = torch.zeros(len(here), dtype=torch.int64)
+            store.insert(Rows(ids[here], rows[here], torch.empty(len(here), 0), scores))
+
+    def close(self) -> None:
+        """Save the snapshot in every folder, and give them back."""
+        if not self._stores:
+            return
+        saved = [folders.saved_in(path) for path in self._paths]
+        known = [stamp for one in saved for stamps in one.values() for stamp in stamps]
+        stamp = max([time.time_ns(), *(one + 1 for one in known)])
+        try:
+            for rank, store in enumerate(self._stores):
+                note = {"optimizer": None, "rank": rank, "ranks": len(self._stores)}
+                stored = folders.stored_name(self._name, stamp)
+                store.snapshot(stored, json.dumps(note).encode())
+            for store, one in zip(self._stores, saved, strict=True):
+                for old in one[self._name]:
+                    store.drop_snapshot(folders.stored_name(self._name, old))
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._stores:
+            self._stores.pop().close()
+
+    def __enter__(self) -> PersistentTableWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._give_back()
+
+
+def _stamps(paths: list[str], name: str) -> list[int | None]:
+    """The stamp of a snapshot in each folder; ``None`` in OneFlow's layout."""
+    saved = [folders.saved_in(path) for path in paths]
+    stamp = folders.complete(saved).get(name)
+    if stamp is not None:
+        return [stamp] * len(paths)
+    for path in paths:
+        if not oneflow_layout.has_snapshot(path, name):
+            known = ", ".join(sorted(folders.saved_in(path))) or "none"
+            raise StoreError(
+                None,
+                f"there is no snapshot {name!r} in {path} (all of paths must have it); "
+                f"there is: {known}",
+            )
+    return [None] * len(paths)
+
+
+def _checked_paths(paths: Any) -> list[str]:
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    if not isinstance(paths, (list, tuple)) or not paths:
+        raise wrong_type("paths", paths, "a list of folders")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise wrong_type("paths", path, "folders")
+    return [str(os.fspath(path)) for path in paths]
+
+
+def _checked_types(key_type: Any, value_type: Any) -> tuple[torch.dtype, torch.dtype]:
+    by_name = {numpy: kind for kind, numpy in _NUMPY.items()}
+
+    def plain(name: str, value: Any, allowed: Sequence[torch.dtype]) -> torch.dtype:
+        kind = value
+        if not isinstance(value, torch.dtype):
+            try:
+                kind = by_name.get(np.dtype(value), value)
+            except TypeError:
+                kind = value
+        check_choice(name, kind, allowed)
+        return kind  # type: ignore[no-any-return]
+
+    return plain("key_type", key_type, KEY_TYPES), plain("value_type", value_type, [torch.float32])
+
+
+def _checked_block(block: Any) -> int:
+    check_choice("physical_block_size", block, (512, 4096))
+    return int(block)
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    return type(value).__name__

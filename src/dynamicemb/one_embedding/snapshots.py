@@ -1,0 +1,379 @@
+"""Snapshots of an embedding: all ranks have them, or they are not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynamicemb.checkpoint.progress import ProgressBar
+from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.errors import InsertionError, InvalidArgumentError, StoreError, UsageError
+from dynamicemb.one_embedding import folders
+from dynamicemb.one_embedding.routed import exchange
+from dynamicemb.one_embedding.sources import Batch, Source, note_of
+from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
+from dynamicemb.routing import Routing
+from dynamicemb.table import Progress, Table
+from dynamicemb.tiers import CachedTable, SsdStore, Store
+
+logger = logging.getLogger("dynamicemb.one_embedding")
+
+#: Insert whole rows into the table: ids, embeddings, state, scores.
+Insert = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Snapshots:
+    """The snapshots of a table that is spread over ``ranks``, in ``path``.
+
+    ``store``: where rows of this rank are on the disk; it is the table's own, or only holds what
+    snapshots need. ``about``: what must be equal to load a snapshot, by name. ``insert`` puts rows
+    into the table. ``limit``: rows the table may have on this rank; ``None``: any number.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        store: SsdStore | None,
+        path: str | Sequence[str],
+        ranks: Ranks,
+        routing: Routing,
+        *,
+        key_type: torch.dtype,
+        physical_block_size: int,
+        about: dict[str, Any],
+        limit: int | None,
+        insert: Insert,
+    ) -> None:
+        self.table = table
+        self._own_store = store
+        self.path = path
+        self.folder = folders.rank_folder(path, ranks.rank, ranks.size)
+        self._ranks = ranks
+        self._routing = routing
+        self._key_type = key_type
+        self._physical_block_size = physical_block_size
+        self._about = about
+        self._limit = limit
+        self._insert = insert
+        self._mark: int | None = None  # of the table, when the store had all its rows
+        self.changed = True  # since the last snapshot that was taken or loaded
+        self.last: str | None = None
+
+    @property
+    def store(self) -> Store:
+        """Where the rows of snapshots are."""
+        if self._own_store is not None:
+            return self._own_store
+        assert isinstance(self.table, CachedTable)
+        return self.table.store
+
+    def use(self, table: Table) -> None:
+        """Another table with the same rows."""
+        self.table = table
+        self._mark = None
+
+    def names(self) -> list[str]:
+        """The snapshots that all of these ranks have, oldest first."""
+        known = self._complete()
+        return sorted(known, key=lambda name: known[name])
+
+    def _complete(self) -> dict[str, int]:
+        return folders.complete(self._ranks.gather(dict(folders.saved_in(self.folder))))
+
+    # ---- taking ----
+
+    def save(self, name: str) -> None:
+        """Take a snapshot, in place of one of the same name."""
+        name = folders.check_name(name)
+        saved = folders.saved_in(self.folder)
+        newest = max((stamp for stamps in saved.values() for stamp in stamps), default=0)
+        stamps = self._ranks.gather(max(newest + 1, time.time_ns()))
+        stamp = max(stamps)
+        self._ranks.together(lambda: self._save(folders.stored_name(name, stamp)))
+        for old in saved[name]:  # every rank has the new one
+            self.store.drop_snapshot(folders.stored_name(name, old))
+        self.changed, self.last = False, name
+
+    def _save(self, stored: str) -> None:
+        if self._own_store is None:
+            self.table.flush()
+        else:
+            self._write_rows(self._own_store)
+        note = {
+            "optimizer": self.table.optimizer.kind.name,
+            "progress": asdict(self.table.progress()),
+            "rank": self._ranks.rank,
+            "ranks": self._ranks.size,
+            **self._about,
+        }
+        self.store.snapshot(stored, json.dumps(note).encode())
+
+    def _write_rows(self, store: SsdStore) -> None:
+        """Bring the store up to the table."""
+        mark = _mark(self.table)
+        changed_since = self._mark if mark is not None else None
+        self._mark = None  # until the store has all
+        if changed_since is None:
+            store.clear()
+            batches = self.table.export()
+        else:
+            batches = self.table.export(changed_since=changed_since)
+        for rows in batches:
+            store.insert(type(rows)(*(part.cpu() for part in vars(rows).values())))
+        self._mark = mark
+
+    def drop(self, name: str) -> None:
+        """Forget a snapshot."""
+        name = folders.check_name(name)
+        saved = folders.saved_in(self.folder)[name]
+        self._require(name, all(self._ranks.gather(bool(saved))))
+        for stamp in saved:
+            self.store.drop_snapshot(folders.stored_name(name, stamp))
+        if self.last == name:
+            self.last, self.changed = None, True
+
+    def _require(self, name: str, there: bool) -> None:
+        if not there:
+            known = ", ".join(self.names()) or "none"
+            raise StoreError(
+                None, f"there is no snapshot {name!r} in {self.path}; there is: {known}"
+            )
+
+    # ---- loading ----
+
+    def resume(self, wanted: bool) -> None:
+        """At the start: the newest snapshot of these ranks, or no row."""
+        known = self._complete()
+        if wanted and known:
+            name = max(known, key=lambda one: known[one])
+            self._load_own(name, known[name], None, None)
+            logger.info("%s continues from snapshot %r", self._about["name"], name)
+            return
+        if len(self.table):  # what a crash left on the SSD, of no moment in particular
+            self.table.clear()
+
+    def load(
+        self,
+        name: str,
+        *,
+        path: str | Sequence[str] | None = None,
+        optimizer: Optimizer | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Return to a snapshot, of any number of ranks."""
+        name = folders.check_name(name)
+        own = self._complete().get(name) if path is None else None
+        mine = tuple(
+            folders.rank_folder(self.path, rank, self._ranks.size)
+            for rank in range(self._ranks.size)
+        )
+        skip = mine if path is None else None
+        found = self._ranks.first(lambda: folders.find_source(path or self.path, name, skip))
+        if found is not None and (own is None or (found.stamp or 0) > own):
+            self._load_from(found, optimizer, step)
+        else:
+            self._require(name, own is not None)
+            assert own is not None
+            self._load_own(name, own, optimizer, step)
+        self.changed, self.last = path is not None, name
+
+    def _check_note(self, note: dict[str, Any], where: str) -> None:
+        """Raise unless the rows of a snapshot mean what this table's do."""
+        for what, here in self._about.items():
+            if what != "name" and note.get(what, here) != here:
+                raise InvalidArgumentError(
+                    f"{what} of snapshot {where} is {note[what]!r}; allowed: {here!r}, this "
+                    "embedding's"
+                )
+
+    def _check_room(self, rows: int, limit: int | None) -> None:
+        if limit is not None and rows > limit:
+            raise InsertionError(
+                f"the snapshot has {rows} rows for a capacity of {limit}; raise capacity, or make "
+                "the store options with on_full='grow'"
+            )
+
+    def _load_own(
+        self, name: str, stamp: int, optimizer: Optimizer | None, step: int | None
+    ) -> None:
+        stored = folders.stored_name(name, stamp)
+        note = self._ranks.together(lambda: self._checked_own(stored))[self._ranks.rank]
+        if note["optimizer"] is None:
+            note = self._missing_note(self.folder, optimizer, step)
+        if self._own_store is None:
+            assert isinstance(self.table, CachedTable)
+            self.table.return_to(stored)
+            self._take_note(note, self.table.cache)  # the rows below have their state already
+            return
+        self.table.clear()
+        self._take_note(note, self.table)
+        row_bytes = 4 * self.storage_dim
+        with ProgressBar(f"loading {name}", row_bytes * len(self._own_store)) as bar:
+            for rows in self._own_store.export():
+                self._put(rows.ids, rows.embeddings, rows.state, rows.scores)
+                bar.add(row_bytes * len(rows))
+        self._take_progress(note)
+        self._mark = _mark(self.table)
+
+    def _checked_own(self, stored: str) -> dict[str, Any]:
+        note = note_of(self.folder, stored)
+        self._check_note(note, stored)
+        place = note["rank"], note["ranks"]
+        if place != (self._ranks.rank, self._ranks.size):
+            raise InvalidArgumentError(
+                f"snapshot {stored} in {self.folder} is that of rank {place[0]} of {place[1]}; "
+                f"allowed: rank {self._ranks.rank} of {self._ranks.size}, whose folder this is"
+            )
+        if self._own_store is not None:
+            self._mark = None  # the store leaves the table
+            self._own_store.load_snapshot(stored)
+            self._check_room(len(self._own_store), self._limit)
+            for _ in self._own_store.export():  # all checksums, before the first row goes
+                pass
+        return note
+
+    def _load_from(
+        self, found: folders.Source, optimizer: Optimizer | None, step: int | None
+    ) -> None:
+        """Read the folders of other ranks, each on one of these, and send rows to their owners."""
+        with ExitStack() as stack:
+            opened = self._ranks.together(lambda: self._open(found, stack))
+            counts, notes = zip(*opened, strict=True)
+            note: dict[str, Any] = next((one for one in notes if one is not None), {})
+            self._check_room(sum(counts), self._limit and self._limit * self._ranks.size)
+            self._mark = None
+            self.table.clear()
+            if found.stamp is None or note.get("optimizer") is None:
+                note = self._missing_note(found.folders[0], optimizer, step)
+            self._take_note(note, self.table)
+            label = f"loading {found.name}"
+            with ProgressBar(label, 4 * counts[self._ranks.rank] * self.storage_dim) as bar:
+                self._receive_all(self._sources, bar)
+            self._take_progress(note)
+
+    def _open(self, found: folders.Source, stack: ExitStack) -> tuple[int, dict[str, Any] | None]:
+        """Open this rank's part of the folders; (rows in them, a note)."""
+        self._sources = []
+        for folder in found.folders[self._ranks.rank :: self._ranks.size]:
+            source = stack.enter_context(
+                Source(
+                    folder,
+                    found.name,
+                    found.stamp,
+                    key_type=self._key_type,
+                    storage_dim=self.storage_dim,
+                    physical_block_size=self._physical_block_size,
+                )
+            )
+            self._check_note(source.note, f"{found.name!r} in {folder}")
+            self._sources.append(source)
+        if found.stamp is None and self._about["tables_in_keys"]:
+            raise InvalidArgumentError(
+                f"the table at {found.folders[0]} does not say which table its ids belong to; "
+                "allowed: share_ids=True"
+            )
+        count = sum(source.count() for source in self._sources)
+        return count, self._sources[0].note if self._sources else None
+
+    @property
+    def storage_dim(self) -> int:
+        return self.table.dim + self.table.state_dim
+
+    def _receive_all(self, sources: list[Source], bar: ProgressBar) -> None:
+        batches = (batch for source in sources for batch in source.batches())
+        while True:
+            batch = next(batches, None)
+            if not any(self._ranks.gather(batch is not None)):
+                return
+            if batch is not None:
+                bar.add(4 * batch[1].numel())
+            ids, values, scores = self._receive(batch)
+            embeddings, state = values.split([self.table.dim, self.table.state_dim], 1)
+            self._put(ids, embeddings, state, scores)
+
+    def _receive(self, batch: Batch | None) -> Batch:
+        """Send this rank's rows to their owners; the rows that it is given."""
+        if batch is None:
+            empty = torch.empty(0, dtype=torch.int64)
+            batch = empty, torch.empty(0, self.storage_dim), empty
+        if self._ranks.size == 1:
+            return batch
+        ids, values, scores = batch
+        owner = self._routing.owner(ids)
+        order = torch.argsort(owner, stable=True)
+        # As words of 32 bits: id, score, floats by their bits.
+        words = torch.cat(
+            [
+                ids[:, None].contiguous().view(torch.int32),
+                scores[:, None].contiguous().view(torch.int32),
+                values.contiguous().view(torch.int32),
+            ],
+            1,
+        )
+        sent = torch.bincount(owner, minlength=self._ranks.size)
+        device = _device_of(self._ranks.group)
+        received = exchange(words[order].to(device), sent.to(device), self._ranks.group)[0].cpu()
+        head = received[:, :4].contiguous().view(torch.int64)
+        return head[:, 0].contiguous(), received[:, 4:].view(torch.float32), head[:, 1].contiguous()
+
+    def _put(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> None:
+        device = self.table.device
+        self._insert(*(part.to(device) for part in (ids, embeddings, state, scores)))
+
+    # ---- what else a snapshot has ----
+
+    def _missing_note(
+        self, folder: str, optimizer: Optimizer | None, step: int | None
+    ) -> dict[str, Any]:
+        """The note of a table that does not say which optimizer its state is of."""
+        kind = self.table.optimizer.kind if optimizer is None else optimizer.kind
+        if self.table.state_dim and (optimizer is None or step is None):
+            logger.warning(
+                "%s does not say which optimizer its state belongs to; taken as that of %s after %d"
+                " steps (load_snapshot(optimizer=..., step=...) says otherwise)",
+                folder,
+                kind.name,
+                step or 0,
+            )
+        progress = {**asdict(self.table.progress()), "iteration": step or 0}
+        return {"optimizer": kind.name, "progress": progress}
+
+    def _take_note(self, note: dict[str, Any], empty: Table) -> None:
+        """Before rows come into a table that has none: the optimizer of their state."""
+        kind = OptimizerKind[note["optimizer"]]
+        if kind is not empty.optimizer.kind:
+            empty.set_optimizer(Optimizer(kind, OptimizerArgs()))
+        self._take_progress(note)
+
+    def _take_progress(self, note: dict[str, Any]) -> None:
+        """Before and after the rows: inserting counts on."""
+        seed = self.table.seed  # rows that come later are this embedding's
+        self.table.restore_progress(Progress(**{**note["progress"], "seed": seed}))
+
+
+def _mark(table: Table) -> int | None:
+    """A mark, if the table knows what changes after it."""
+    try:
+        return None if isinstance(table, CachedTable) else table.mark_changes()
+    except UsageError:
+        return None
+
+
+def _device_of(group: Any) -> torch.device:
+    """Where the messages of a group must be."""
+    nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
