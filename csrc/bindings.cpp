@@ -20,6 +20,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace dynamicemb;
 
+void bind_plugin(nb::module_& m);    // bindings_plugin.cpp
 void bind_serving(nb::module_& m);   // bindings_serving.cpp
 void bind_slot_map(nb::module_& m);  // bindings_slot_map.cpp
 void bind_store(nb::module_& m);     // bindings_store.cpp
@@ -506,6 +507,7 @@ NB_MODULE(_engine, m) {
   m.def("instruction_set", [] { return std::string(kernels().name); });
   bind_table(m);
   bind_changes(m);
+  bind_plugin(m);
   bind_serving(m);
   bind_slot_map(m);
   bind_store(m);

@@ -9,7 +9,7 @@ from pathlib import Path
 import dynamicemb
 
 PACKAGE = Path(dynamicemb.__file__).parent
-LAYERS = ("kernels", "table", "tiers", "nn", "checkpoint", "torchrec", "one_embedding")
+LAYERS = ("kernels", "table", "tiers", "nn", "checkpoint", "torchrec", "one_embedding", "tde")
 TORCHREC = ("planner", "shard", "managed_collision", "unsharded", "get_planner")
 
 

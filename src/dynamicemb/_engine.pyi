@@ -80,6 +80,25 @@ class Table:
 def removed_since(table: Table, mark: int) -> bytes:
     """The ids removed after this mark, 8 bytes each."""
 
+class PluginError(RuntimeError):
+    pass
+
+class Plugin:
+    def __init__(self, path: str) -> None: ...
+
+    @property
+    def type(self) -> bytes: ...
+
+    @property
+    def path(self) -> str: ...
+
+class PluginStore:
+    def __init__(self, plugin: Plugin, config: bytes) -> None: ...
+
+    def pull(self, table: bytes, ids: int, n: int, sizes: Sequence[int], timeout_ms: int, found: int, rows: int) -> None: ...
+
+    def push(self, table: bytes, ids: int, n: int, sizes: Sequence[int], timeout_ms: int, rows: int) -> None: ...
+
 class MappedShard:
     def __init__(self, *, index: int, slots: int, ids: int, rows: int, removed_ids: int, removed: int, values: int) -> None: ...
 
