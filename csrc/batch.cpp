@@ -86,6 +86,7 @@ void Batch::plan_partitions() {
 
 void Batch::scatter_chunk(size_t chunk) {
   const size_t end = std::min(n_, (chunk + 1) * kChunk);
+  std::fill(entry_at_ + chunk * kChunk, entry_at_ + end, kNoSlot);  // find() sets the first ones
   if (partitions_ == 1) {
     for (size_t i = chunk * kChunk; i < end; ++i) {
       part_ids_[i] = ids_[i];
@@ -109,10 +110,11 @@ void Batch::find(size_t partition) {
   const uint64_t* ids = part_ids_ + p.begin;
   const uint32_t* positions = part_positions_ + p.begin;
 
-  thread_local std::vector<uint32_t> table, entry_of;
+  thread_local std::vector<uint32_t> table, entry_of, next;
   const size_t table_size = std::bit_ceil<size_t>(2 * std::max(count, 8u));
   table.assign(table_size, 0);
   entry_of.resize(count);
+  next.resize(count);  // first how often an entry occurs, then where its next occurrence goes
   uint32_t unique = 0;
   for (uint32_t i = 0; i < count; ++i) {
     const uint64_t id = ids[i];
@@ -124,37 +126,27 @@ void Batch::find(size_t partition) {
       entry = table[at] = unique + 1;
       entry_ids_[p.begin + unique] = id;
       entry_first_[p.begin + unique] = positions[i];
-      ++unique;
+      next[unique++] = 0;
     }
     entry_of[i] = entry - 1;
+    ++next[entry - 1];
   }
   p.unique = unique;
 
   // Occurrences grouped by entry, each group in order.
   Span* spans = spans_ + p.begin;
+  uint32_t offset = p.begin;
+  for (uint32_t entry = 0; entry < unique; ++entry) {
+    const uint32_t length = next[entry];
+    spans[entry] = {offset, offset + length};
+    next[entry] = offset;
+    entry_at_[entry_first_[p.begin + entry]] = length == 1 ? kAlone : p.begin + entry;
+    offset += length;
+  }
   if (unique == count) {
-    for (uint32_t i = 0; i < count; ++i) {
-      spans[i] = {p.begin + i, p.begin + i + 1};
-      entry_at_[positions[i]] = kAlone;
-    }
     std::memcpy(occurrences_ + p.begin, positions, count * sizeof(uint32_t));
   } else {
-    std::fill_n(spans, unique, Span{0, 0});
-    for (uint32_t i = 0; i < count; ++i) ++spans[entry_of[i]].end;
-    uint32_t offset = p.begin;
-    for (uint32_t entry = 0; entry < unique; ++entry) {
-      const uint32_t length = spans[entry].end;
-      spans[entry] = {offset, offset};
-      offset += length;
-    }
-    for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t entry = entry_of[i];
-      Span& span = spans[entry];
-      const uint32_t end = entry + 1 < unique ? spans[entry + 1].begin : p.end;
-      const uint32_t first = end - span.begin == 1 ? kAlone : p.begin + entry;
-      entry_at_[positions[i]] = span.end == span.begin ? first : kNoSlot;
-      occurrences_[span.end++] = positions[i];
-    }
+    for (uint32_t i = 0; i < count; ++i) occurrences_[next[entry_of[i]]++] = positions[i];
   }
   if (entry_counts_ != nullptr) {
     for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
