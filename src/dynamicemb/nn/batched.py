@@ -119,14 +119,14 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> Plan:
         ids = check_one_dimension("indices", check_ids("indices", ids, self.device))
-        count = len(ids)
+        count = ids.numel()
         offsets = check_offsets(offsets, count, self.device)
-        features = sum(self.features)
-        if (len(offsets) - 1) % features or len(offsets) == 1:
+        features, bags = sum(self.features), offsets.numel() - 1
+        if bags % features or bags == 0:
             raise wrong_value(
-                "len(offsets)", len(offsets), f"a positive multiple of {features} features, plus 1"
+                "len(offsets)", bags + 1, f"a positive multiple of {features} features, plus 1"
             )
-        batch_size = (len(offsets) - 1) // features
+        batch_size = bags // features
         if weights is not None:
             if not self.pooled:
                 raise wrong_value("per_sample_weights", "a tensor", "None with pooling NONE")

@@ -64,7 +64,7 @@ def check_offsets(offsets: object, count: int, device: torch.device) -> torch.Te
     check_one_dimension("offsets", offsets)
     if offsets.dtype is not torch.int64 or not _is_plain(offsets, device):
         offsets = check_device("offsets", offsets, device).to(torch.int64).contiguous()
-    if len(offsets) == 0:
+    if offsets.numel() == 0:  # len(tensor) runs Python code of torch
         raise wrong_value("offsets", "empty", "at least one number")
     if device.type != "cpu" or _valid_offsets(offsets, count):
         return offsets
@@ -78,7 +78,7 @@ def check_offsets(offsets: object, count: int, device: torch.device) -> torch.Te
 
 
 def _valid_offsets(offsets: torch.Tensor, count: int) -> bool:
-    return _engine.valid_offsets(offsets.data_ptr(), len(offsets), count)
+    return _engine.valid_offsets(offsets.data_ptr(), offsets.numel(), count)
 
 
 def check_weights(weights: object, count: int, device: torch.device) -> torch.Tensor:

@@ -155,7 +155,7 @@ class DynamicModule(nn.Module, ABC):
         if pooling.pooled:
             shape = (pooling.batch_size, self.output_columns)
         else:
-            shape = (len(plan.ids), self.tables[0].dim)
+            shape = (plan.ids.numel(), self.tables[0].dim)
         out = torch.empty(shape, dtype=pooling.dtype, device=self.device)
         found = None
         if self.training:
