@@ -164,6 +164,14 @@ void bind_table(nb::module_& m) {
             self.erase(at<uint64_t>(ids), n, threads, at<bool>(removed));
           },
           "ids"_a, "n"_a, "threads"_a, "removed"_a)
+      .def(
+          "expire",
+          [](Table& self, uint64_t before, uint64_t slots) {
+            nb::gil_scoped_release release;
+            std::unique_lock lock(self.mutex());
+            return self.expire(before, slots);
+          },
+          "before"_a, "slots"_a)
       .def("clear",
            [](Table& self) {
              nb::gil_scoped_release release;

@@ -212,6 +212,15 @@ size_t Table::export_rows(uint64_t& cursor, size_t limit, const Wanted& wanted,
 
 // ---- removing ----
 
+void Table::free_slot(uint32_t slot) {
+  if (wide()) unlink_wide(slot);
+  digests_[slot] = 0;
+  records_[slot] = {};
+  --size_;
+  ++version_;
+  ++changes_;
+}
+
 void Table::erase(const uint64_t* ids, size_t n, int threads, bool* removed) {
   std::vector<uint32_t> slots(n);
   std::vector<uint64_t> gone;
@@ -220,15 +229,28 @@ void Table::erase(const uint64_t* ids, size_t n, int threads, bool* removed) {
     const uint32_t slot = slots[i];
     removed[i] = slot != kNoSlot && digests_[slot] != 0;
     if (!removed[i]) continue;
-    if (wide()) unlink_wide(slot);
     if (removals_.on()) gone.push_back(ids[i]);
-    digests_[slot] = 0;
-    records_[slot] = {};
-    --size_;
-    ++version_;
-    ++changes_;
+    free_slot(slot);
   }
   log_removals(gone);
+}
+
+uint64_t Table::expire(uint64_t before, uint64_t slots) {
+  std::vector<uint64_t> gone;
+  uint64_t expired = 0;
+  for (slots = std::min(slots, capacity()); slots > 0; --slots) {
+    if (expired_up_to_ >= capacity()) expired_up_to_ = 0;
+    const auto slot = static_cast<uint32_t>(expired_up_to_++);
+    if (digests_[slot] == 0) continue;
+    const uint64_t score = score_words() == 2 ? timestamps_[slot] : records_[slot].score;
+    if (score >= before) continue;
+    if (removals_.on()) gone.push_back(keys_[slot]);
+    free_slot(slot);
+    ++expired;
+  }
+  counters_.evictions += expired;
+  log_removals(gone);
+  return expired;
 }
 
 void Table::clear() {

@@ -112,6 +112,9 @@ class Table {
   void read(const uint32_t* slots, size_t n, int threads, const RowBuffers& out) const;
   // removed[i] = whether ids[i] was there and went with this occurrence.
   void erase(const uint64_t* ids, size_t n, int threads, bool* removed);
+  // Looks at the next `slots` slots, round after round, and evicts the rows with score < before
+  // (the timestamp word of two). Returns how many.
+  uint64_t expire(uint64_t before, uint64_t slots);
   void clear();
   EmptyTable when_empty() const { return {buckets_, next_row_number_, counters_}; }
   // Forgets all rows, the counts of them and the growth for them.
@@ -164,6 +167,7 @@ class Table {
     return timestamps_.size() == 0 ? nullptr : &timestamps_[slot];
   }
   void touch_position(uint32_t position);
+  void free_slot(uint32_t slot);
   void find_wide(const uint64_t* ids, size_t n, uint32_t* slots) const;
   // Grows so that `incoming` more ids stay under the load factor, as far as allowed.
   bool grow_for(uint64_t incoming);
@@ -194,6 +198,7 @@ class Table {
   Mapping rows_;
   std::atomic<uint32_t> positions_used_{0};
 
+  uint64_t expired_up_to_ = 0;  // the slot that expire() looks at next
   uint32_t stamp_ = 0;
   uint32_t lap_ = 0;     // how often stamps started again
   uint64_t marked_ = 0;  // the last mark; 0: none yet

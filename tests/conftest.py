@@ -28,6 +28,7 @@ if BACKEND != "cpu":  # what is about the engine itself
         "cpp",
         "slots",
         "table/test_changes.py",  # tables on a GPU do not know what changed
+        "table/test_expiry.py",
         "table/test_instruction_sets.py",
         "table/test_memory_errors.py",
         "table/test_threads.py",

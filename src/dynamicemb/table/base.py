@@ -33,6 +33,7 @@ from dynamicemb.options import (
     complete_initializer_args,
     warning_for_cstm_score,
 )
+from dynamicemb.table.expiry import Expiry
 
 #: Slots of one table, and columns of a row, at most.
 MAX_SLOTS = 2**31
@@ -217,6 +218,7 @@ class Table(ABC):
         self._step = 1
         self._custom_score: int | None = None
         self.iteration = 0  # optimizer updates so far
+        self._expiry: Expiry | None = None
 
     # ---- what a table is ----
 
@@ -417,6 +419,28 @@ class Table(ABC):
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         """Remove rows; bool [n], True at the first occurrence of an id that was there."""
 
+    def expire(self, before: int, *, slots: int) -> int:
+        """Look at the next ``slots`` slots, after the last one begin again at the first, and evict
+        the rows whose score (the timestamp of two) is below ``before``. Returns how many."""
+        raise UsageError(f"a {type(self).__name__} cannot expire rows")
+
+    def expire_after(
+        self, *, age: float | None = None, steps: int | None = None, sweep: int = 1000
+    ) -> None:
+        """From now on, evict rows whose last use is longer ago than ``age`` seconds (scores with
+        timestamps) or ``steps`` training batches (STEP scores).
+
+        Each training batch looks at one ``sweep``-th of the slots (4,096 at least), so a row is
+        gone at most ``sweep`` batches after its time. Evicted ids are counted in :meth:`stats` and
+        logged as removals. Not part of a saved table. Both ``None``: no longer.
+        """
+        if age is None and steps is None:
+            self._expiry = None
+            return
+        expiry = Expiry(self, age=age, steps=steps, sweep=sweep)
+        self.expire(0, slots=1)  # refuses where it is not possible
+        self._expiry = expiry
+
     @abstractmethod
     def clear(self) -> None:
         """Remove every row and give the memory back. Counters of :meth:`stats` stay."""
@@ -554,6 +578,8 @@ class Table(ABC):
         if self._step == 2**64:
             warnings.warn(f"the step of table {self.name!r} starts again from 0", stacklevel=2)
             self._step = 0
+        if self._expiry is not None:
+            self._expiry.after_batch(self)
 
     @property
     def step(self) -> int:

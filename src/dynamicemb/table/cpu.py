@@ -314,6 +314,11 @@ class CpuTable(Table):
         self.engine.erase(ids.data_ptr(), len(ids), threads(), removed.data_ptr())
         return removed
 
+    def expire(self, before: int, *, slots: int) -> int:
+        before = check_integer("before", before, minimum=0, maximum=2**64 - 1)
+        slots = check_integer("slots", slots, minimum=1)
+        return self.engine.expire(before, slots)
+
     def clear(self) -> None:
         self.engine.clear()
 
