@@ -1206,6 +1206,36 @@ void clearing_and_exporting() {
   CHECK(wide->next_row_number() == 5);
 }
 
+void an_empty_table_is_made_so_again() {
+  for (ScoreStrategy strategy : kStrategies)
+    for (uint32_t width : {16u, 1056u}) {
+      const auto make = [&] {
+        const auto table =
+            std::make_shared<Table>(config_of(3, 1, 64, width, strategy), layout_of(2, true));
+        const Ids ids = range(0, 10);
+        bool removed[10];
+        train(table, ids, 5);
+        table->erase(ids.data(), ids.size(), 1, removed);
+        return table;
+      };
+      const auto table = make(), twin = make();
+      const EmptyTable before = table->when_empty();
+      const uint64_t capacity = table->capacity();
+      train(table, range(0, 5 * width), 6);
+      CHECK(table->capacity() > capacity && table->size() > width);
+      table->make_empty(before);
+      CHECK(table->size() == 0 && table->capacity() == capacity);
+      CHECK(same(table->counters(), before.counters));
+      CHECK(table->next_row_number() == before.next_row_number);
+      CHECK(find(*table, {0, 99}) == std::vector<uint32_t>(2, kNoSlot));
+      for (uint64_t round = 1; round <= 4; ++round)
+        for (const auto& one : {table, twin}) train(one, range(20 * round, width), 1000 * round);
+      const Rows here = dump(*table), there = dump(*twin);
+      CHECK(here.ids == there.ids && here.scores == there.scores && here.state == there.state);
+      CHECK(here.embeddings == there.embeddings);
+    }
+}
+
 void missing_rows_read_as_the_missing_value() {
   for (DataType type : kTypes) {
     const auto table = std::make_shared<Table>(
@@ -1971,6 +2001,7 @@ const Test kTests[] = {
     TEST(removals_beyond_the_limit_are_forgotten),
     TEST(mapped_tables_find_their_rows),
     TEST(clearing_and_exporting),
+    TEST(an_empty_table_is_made_so_again),
     TEST(missing_rows_read_as_the_missing_value),
     TEST(another_state_layout_keeps_the_rows),
     TEST(admission_with_growth_in_between),
