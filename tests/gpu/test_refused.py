@@ -10,14 +10,6 @@ from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.table import create_table
 
 
-def test_caching_on_a_gpu_is_refused() -> None:
-    options = DynamicEmbTableOptions(
-        dim=4, max_capacity=256, caching=True, local_hbm_for_values=2**20
-    )
-    with pytest.raises(InvalidArgumentError, match="caching is True for a table on a GPU"):
-        create_table(options, device="cuda")
-
-
 def test_an_optimizer_without_a_kernel_is_refused() -> None:
     optimizer = Optimizer(OptimizerKind.SMART_DECAY_ADAM, OptimizerArgs())
     options = DynamicEmbTableOptions(dim=4, max_capacity=256)

@@ -173,6 +173,16 @@ class Lookup:
     """
 
 
+@dataclass
+class Kept:
+    """A training batch, the rows that each table evicted for it, and how many of its distinct ids
+    found no slot (0 where ``safe_check_mode`` is IGNORE)."""
+
+    lookup: Lookup
+    evicted: list[Rows]
+    failures: list[int]
+
+
 class Table(ABC):
     """A scored hash table of trainable rows. Its batch semantics are in docs/design.md.
 
@@ -201,7 +211,7 @@ class Table(ABC):
         check_integer("dim", options.dim, maximum=MAX_DIM)
         if options.external_storage is not None:
             raise InvalidArgumentError(
-                f"external_storage of table {name!r} is set; allowed: None, or a table on the CPU "
+                f"external_storage of table {name!r} is set; allowed: None, or a table "
                 "that create_table makes (see dynamicemb.tiers)"
             )
         self.name = name
@@ -777,6 +787,25 @@ class TableGroup(ABC):
 
     def end_read_ahead(self) -> None:  # noqa: B027
         """The oldest batch of :meth:`read_ahead` had its turn."""
+
+    @abstractmethod
+    def find_or_insert_keeping(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+    ) -> Kept:
+        """:meth:`find_or_insert` for tables whose rows go elsewhere when they leave. Leaves it to
+        the caller to obey ``safe_check_mode``, when the evicted rows are safe."""
+
+    @abstractmethod
+    def bring_in(
+        self, t: int, given: Rows, needed: torch.Tensor, protect: Sequence[Lookup]
+    ) -> Written:
+        """Insert whole rows of distinct ids into table t. Neither rows of the ids ``needed`` nor
+        those of ``protect`` leave for them. Ignores ``safe_check_mode``."""
 
     @abstractmethod
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:

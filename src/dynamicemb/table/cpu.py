@@ -21,6 +21,7 @@ from dynamicemb.table.base import (
     Bounds,
     Found,
     Inserted,
+    Kept,
     Lookup,
     Pooling,
     Progress,
@@ -523,6 +524,39 @@ class CpuTableGroup(TableGroup):
             for table, batch in zip(self.tables, batches, strict=True):
                 table.check_failures(batch.failures, batch.size)
         return CpuLookup(batches, tuple(bounds))
+
+    def find_or_insert_keeping(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+    ) -> Kept:
+        lookup = self.find_or_insert(
+            ids, bounds, counts=counts, protect=protect, keep_evicted=True, check=False
+        )
+        return Kept(
+            lookup,
+            [table.evicted_of(b) for table, b in zip(self.tables, lookup.batches, strict=True)],
+            [batch.failures for batch in lookup.batches],
+        )
+
+    def bring_in(
+        self, t: int, given: Rows, needed: torch.Tensor, protect: Sequence[Lookup]
+    ) -> Written:
+        table = self.tables[t]
+        batch = _engine.Batch(table.engine, INSERT, given.ids.data_ptr(), len(given), 0)
+        batch.give(address(given.embeddings), address(given.state), address(given.scores))
+        batch.keep_evicted()
+        located = _engine.Batch(table.engine, LOCATE, needed.data_ptr(), len(needed), 0)
+        _engine.run_batches([located], [(0, 0)], threads())
+        batch.protect(located)
+        for other in protect:
+            assert isinstance(other, CpuLookup)
+            batch.protect(other.batches[t])
+        _engine.run_batches([batch], [(0, 0)], threads())
+        return Written(table._written(batch), table.evicted_of(batch))
 
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
         segments = self._lookup_segments(lookup, pooling)

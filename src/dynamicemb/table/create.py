@@ -15,11 +15,13 @@ from dynamicemb.table.base import Table, TableGroup
 Settings = dict[str, Any]
 
 # What makes a table of options that ask for a store below it; the tier layer says so.
-_make_with_store: Callable[[DynamicEmbTableOptions, Settings], Table] | None = None
+_make_with_store: Callable[[DynamicEmbTableOptions, Settings, torch.device], Table] | None = None
 
 
-def make_with_store(make: Callable[[DynamicEmbTableOptions, Settings], Table]) -> None:
-    """Let ``make`` serve options with ``caching`` or ``external_storage`` on the CPU."""
+def make_with_store(
+    make: Callable[[DynamicEmbTableOptions, Settings, torch.device], Table],
+) -> None:
+    """Let ``make`` serve options with ``caching`` or ``external_storage``."""
     global _make_with_store
     _make_with_store = make
 
@@ -44,22 +46,19 @@ def create_table(
     if not isinstance(options, DynamicEmbTableOptions):
         raise wrong_type("options", options, "a DynamicEmbTableOptions")
     settings: Settings = {"optimizer": optimizer, "name": name, "seed": seed, "clock": clock}
-    return _new_table(_checked_device(device), options, settings)
+    where = _checked_device(device)
+    if options.caching or options.external_storage is not None:
+        assert _make_with_store is not None, "dynamicemb imports the tier layer"
+        return _make_with_store(options, settings, where)
+    return _new_table(where, options, settings)
 
 
 def _new_table(device: torch.device, options: DynamicEmbTableOptions, settings: Settings) -> Table:
     # Imported here: a machine may have the C++ extension or Triton alone.
     if device.type == "cuda":
-        if options.caching:  # (external_storage: every table but one on the CPU refuses it)
-            raise InvalidArgumentError(
-                "caching is True for a table on a GPU; allowed: False there, or a table on the CPU"
-            )
         from dynamicemb.table.cuda import CudaTable
 
         return CudaTable(options, **settings, device=device)
-    if options.caching or options.external_storage is not None:
-        assert _make_with_store is not None, "dynamicemb imports the tier layer"
-        return _make_with_store(options, settings)
     from dynamicemb.table.cpu import CpuTable
 
     return CpuTable(options, **settings)

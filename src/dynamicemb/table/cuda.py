@@ -331,7 +331,7 @@ class CudaTable(Table):
             batch = lookup.batch
             slots = batch.slots[batch.entry_of.to(torch.int64)].to(torch.int64)
             slots = slots.masked_fill(slots <= SLOT_REJECTED, -2)
-            evicted = lookup.evicted
+            evicted = None if lookup.evicted is None else lookup.evicted[0]
             self.report_failures(before, len(ids), evicted)
         return Inserted(embeddings, slots, evicted)
 
@@ -374,10 +374,7 @@ class CudaTable(Table):
         with self.lock:
             ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
             self.enter()
-            layout = self.group.layout
-            layout.refresh()
-            batch = Batch(layout, aligned(ids), None)
-            batch.slots = batch.locate(None)
+            batch = self.located(ids)
             self._write_given(batch, embeddings, state, scores)
             self.changes += 1
             return self._written(batch)
@@ -400,7 +397,23 @@ class CudaTable(Table):
         self._write_given(batch, embeddings, state, scores)
         if scores is None and strategy_number(self.options) == NO_EVICTION_STRATEGY and batch.n:
             batch.number_rows(0)
-        return batch, evicted
+        return batch, None if evicted is None else evicted[0]
+
+    def located(self, ids: torch.Tensor) -> Batch:
+        """A batch over ids, with the slots of those that are there."""
+        layout = self.group.layout
+        layout.refresh()
+        batch = Batch(layout, aligned(ids), None)
+        batch.slots = batch.locate(None)
+        return batch
+
+    def bring_in(self, given: Rows) -> Written:
+        """Insert whole rows of distinct ids; see :meth:`TableGroup.bring_in`."""
+        with self.lock:
+            batch, evicted = self._write(
+                given.ids, given.embeddings, given.state, given.scores, True
+            )
+            return Written(self._written(batch), evicted)
 
     def _write_given(
         self,

@@ -18,7 +18,16 @@ from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.kernels.layout import STEP_NAMES, STEP_NUMBERS
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
-from dynamicemb.table.base import Bounds, Lookup, Pooling, Rows, SummedGradients, TableGroup
+from dynamicemb.table.base import (
+    Bounds,
+    Kept,
+    Lookup,
+    Pooling,
+    Rows,
+    SummedGradients,
+    TableGroup,
+    Written,
+)
 from dynamicemb.table.cuda_batch import (
     ELEMENTS,
     LANES,
@@ -44,7 +53,7 @@ class CudaLookup(Lookup):
 
     batch: Batch
     changes: list[int]
-    evicted: Rows | None = None
+    evicted: list[Rows] | None = None  # of each table
     features: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -333,16 +342,17 @@ class CudaTableGroup(TableGroup):
         protect: Sequence[Lookup] = (),
         admit: bool = False,
         distinct: bool = False,
-    ) -> tuple[Batch, Rows | None]:
+    ) -> tuple[Batch, list[Rows] | None]:
         """The index's part of a batch: find, admit, grow, insert, evict. Rows of new entries are
-        left to the caller; the evicted rows are returned if they are kept. ``distinct``: no id
-        occurs twice."""
+        left to the caller; the rows that each table evicted are returned if they are kept.
+        ``distinct``: no id occurs twice."""
         with self._entered() as layout:
             batch = Batch(layout, aligned(ids), self._bounds(bounds), distinct=distinct)
             if batch.n == 0:
                 batch.slots = torch.empty(0, dtype=torch.int32, device=self.device)
                 batch.fresh = torch.empty(0, dtype=torch.uint8, device=self.device)
-                return batch, self.tables[0].empty_rows(0) if keep_evicted else None
+                none = [table.empty_rows(0) for table in self.tables]
+                return batch, none if keep_evicted else None
             totals = None if counts is None else batch.occurrences(aligned(counts))
             if admit and any(table.admit_strategy is not None for table in self.tables):
                 if totals is None:
@@ -368,17 +378,57 @@ class CudaTableGroup(TableGroup):
                 table.expect(batch.n)
             return batch, self._evicted(batch) if keep_evicted else None
 
-    def _evicted(self, batch: Batch) -> Rows:
-        """The rows that a batch of the only table evicted, before they are overwritten."""
-        (table,) = self.tables
-        entries = (batch.fresh[: int(batch.count)] == 2).nonzero().squeeze(1)
-        slots = batch.slots[entries].to(torch.int64)
-        evicted = table.rows_of(slots)
-        evicted.ids = batch.evicted_ids[entries]
-        evicted.scores = batch.evicted_scores[entries]
-        if table.times is not None:
-            evicted.scores = torch.stack((batch.evicted_times[entries], evicted.scores), dim=1)
+    def _evicted(self, batch: Batch) -> list[Rows]:
+        """The rows that a batch evicted, of each table, before they are overwritten."""
+        used = int(batch.count)
+        left = batch.fresh[:used] == 2
+        evicted = []
+        for t, table in enumerate(self.tables):
+            own = left if batch.one else left & (batch.tables[:used] == t)
+            entries = own.nonzero().squeeze(1)
+            gone = table.rows_of(batch.slots[entries].to(torch.int64))
+            gone.ids = batch.evicted_ids[entries]
+            gone.scores = batch.evicted_scores[entries]
+            if table.times is not None:
+                gone.scores = torch.stack((batch.evicted_times[entries], gone.scores), dim=1)
+            evicted.append(gone)
         return evicted
+
+    def find_or_insert_keeping(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+    ) -> Kept:
+        with self._entered():
+            before = [None if t.ignores_failures else t.failures() for t in self.tables]
+            lookup = self.find_or_insert(
+                ids, bounds, counts=counts, protect=protect, keep_evicted=True, check=False
+            )
+            assert lookup.evicted is not None
+            return Kept(
+                lookup,
+                lookup.evicted,
+                [
+                    0 if failed is None else int(table.failures() - failed)
+                    for table, failed in zip(self.tables, before, strict=True)
+                ],
+            )
+
+    def bring_in(
+        self, t: int, given: Rows, needed: torch.Tensor, protect: Sequence[Lookup]
+    ) -> Written:
+        with self._entered():
+            near = self.tables[t].located(needed)
+            protected = [near, *(self._refreshed(one) for one in protect)]
+            for other in protected:
+                other.mark(other.slots, on=True)
+            written = self.tables[t].bring_in(given)
+            for other in protected:
+                other.mark(other.slots, on=False)
+            return written
 
     def _admit(self, batch: Batch, totals: torch.Tensor) -> torch.Tensor:
         """Ask the tables' strategies about missing ids; returns the codes of the entries."""

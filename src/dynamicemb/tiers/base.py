@@ -46,10 +46,10 @@ class RowLayout:
         """Uninitialised rows in main memory."""
         scores = (count,) if self.score_words == 1 else (count, self.score_words)
         return Rows(
-            torch.empty(count, dtype=torch.int64),
-            torch.empty(count, self.dim, dtype=self.dtype),
-            torch.empty(count, self.state_dim, dtype=torch.float32),
-            torch.empty(scores, dtype=torch.int64),
+            torch.empty(count, dtype=torch.int64, device="cpu"),
+            torch.empty(count, self.dim, dtype=self.dtype, device="cpu"),
+            torch.empty(count, self.state_dim, dtype=torch.float32, device="cpu"),
+            torch.empty(scores, dtype=torch.int64, device="cpu"),
         )
 
     def check(self, rows: object) -> Rows:
@@ -158,6 +158,13 @@ class Store(ABC):
     def snapshots(self) -> list[str]:
         """The names of the snapshots there are."""
         return []
+
+    def log_drops(self) -> None:  # noqa: B027  most stores drop nothing
+        """From now on :meth:`take_dropped` is asked."""
+
+    def take_dropped(self) -> torch.Tensor:
+        """int64 [n]: the ids that the store dropped by itself since the last call."""
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
     def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
         """Take rows of another layout from now on. The table calls it only while the store is

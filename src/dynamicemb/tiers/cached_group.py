@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from dynamicemb.errors import UsageError
 from dynamicemb.options import MAX_BUCKET_CAPACITY
-from dynamicemb.table.base import Bounds, Lookup, Pooling, SummedGradients, Table, TableGroup
-from dynamicemb.table.cpu import CpuLookup, CpuTable, CpuTableGroup
-from dynamicemb.tiers.cached_table import CachedTable, ReadAhead
+from dynamicemb.table.base import (
+    Bounds,
+    Kept,
+    Lookup,
+    Pooling,
+    Rows,
+    SummedGradients,
+    Table,
+    TableGroup,
+    Written,
+)
+from dynamicemb.table.create import create_group, create_table
+from dynamicemb.tiers.cached_table import CachedTable
+from dynamicemb.tiers.read_ahead import ReadAhead
 
 
 @dataclass
 class CachedLookup(Lookup):
     """A lookup in the caches, and what it takes to find its rows again if they leave them."""
 
-    inner: CpuLookup
+    inner: Lookup
     ids: torch.Tensor
     bounds: tuple[int, ...]
     evictions: list[int]  # of each cached table when the rows were last known to be there
@@ -32,8 +43,8 @@ class CachedTableGroup(TableGroup):
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables: Sequence[Table] = list(tables)
         self._cached = [(t, one) for t, one in enumerate(tables) if isinstance(one, CachedTable)]
-        in_memory = [one.cache if isinstance(one, CachedTable) else one for one in tables]
-        self._inner = CpuTableGroup([one for one in in_memory if isinstance(one, CpuTable)])
+        self._in_memory = [one.cache if isinstance(one, CachedTable) else one for one in tables]
+        self._inner = create_group(self._in_memory)
         self._ahead: list[list[ReadAhead]] = []
 
     @contextmanager
@@ -47,22 +58,21 @@ class CachedTableGroup(TableGroup):
         self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
     ) -> None:
         with self._locked():
-            views = list(self._inner.tables)
+            limits = _numbers(bounds)
+            views = list(self._in_memory)
             for t, table in self._cached:
-                views[t] = _view(table, ids[int(bounds[t]) : int(bounds[t + 1])])
-            CpuTableGroup(views).evaluate(ids, bounds, pooling, out)
+                views[t] = _view(table, ids[limits[t] : limits[t + 1]])
+            create_group(views).evaluate(ids, bounds, pooling, out)
 
     def read_ahead(self, ids: torch.Tensor, bounds: Bounds) -> bool:
         with self._locked():
+            limits = _numbers(bounds)
             started = []
             for t, table in self._cached:
-                part = ids[int(bounds[t]) : int(bounds[t + 1])]
-                ahead = ReadAhead(torch.unique(part[table.cache.find_slots(part) < 0]))
+                part = ids[limits[t] : limits[t + 1]]
+                ahead = ReadAhead(torch.unique(part[table.cache.find_slots(part) < 0]).cpu())
                 table.read_ahead(ahead)
-                reader = threading.Thread(
-                    target=ahead.read, args=(table.store,), daemon=True, name="read ahead"
-                )
-                reader.start()
+                ahead.start(table.store)
                 started.append(ahead)
             self._ahead.append(started)
         return True
@@ -80,40 +90,57 @@ class CachedTableGroup(TableGroup):
         counts: torch.Tensor | None = None,
         protect: Sequence[Lookup] = (),
     ) -> CachedLookup:
-        limits = tuple(int(b) for b in bounds)
+        limits = _numbers(bounds)
         for table in self.tables:
             table.check_can_score()  # before anything moves
         with self._locked(), ExitStack() as stack:
-            inner: list[CpuLookup] = []
+            inner: list[Lookup] = []
             for other in protect:
                 inner.append(self._ensure(other, inner))
             for t, table in self._cached:
                 part = ids[limits[t] : limits[t + 1]]
-                missing = table.bring_up(part, [one.batches[t] for one in inner])
+                missing = table.bring_up(part, inner, self._inner, t)
                 table.count_cache_misses(missing)
                 stack.enter_context(table.counting_new())
-            lookup = self._inner.find_or_insert(
-                ids, limits, counts=counts, protect=inner, keep_evicted=True, check=False
-            )
+            kept = self._inner.find_or_insert_keeping(ids, bounds, counts=counts, protect=inner)
             stack.close()
             for t, table in self._cached:
-                table.write_back(table.cache.evicted_of(lookup.batches[t]))
-            for one, batch in zip(self.tables, lookup.batches, strict=True):
-                one.check_failures(batch.failures, batch.size)
-            return CachedLookup(lookup, ids, limits, self._evictions())
+                table.write_back(kept.evicted[t])
+            for t, one in enumerate(self.tables):
+                one.check_failures(kept.failures[t], limits[t + 1] - limits[t])
+            return CachedLookup(kept.lookup, ids, limits, self._evictions())
 
     def _evictions(self) -> list[int]:
         return [table.evictions for _, table in self._cached]
 
-    def _ensure(self, lookup: Lookup, protect: Sequence[CpuLookup] = ()) -> CpuLookup:
+    def _ensure(self, lookup: Lookup, protect: Sequence[Lookup] = ()) -> Lookup:
         """Bring the rows of a lookup up again where some may have left."""
         assert isinstance(lookup, CachedLookup)
         for before, (t, table) in zip(lookup.evictions, self._cached, strict=True):
             if before != table.evictions:
                 part = lookup.ids[lookup.bounds[t] : lookup.bounds[t + 1]]
-                table.bring_up(part, [one.batches[t] for one in protect])
+                table.bring_up(part, protect, self._inner, t)
         lookup.evictions = self._evictions()
         return lookup.inner
+
+    def find_or_insert_keeping(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        *,
+        counts: torch.Tensor | None = None,
+        protect: Sequence[Lookup] = (),
+    ) -> Kept:
+        raise self._no_cache()
+
+    def bring_in(
+        self, t: int, given: Rows, needed: torch.Tensor, protect: Sequence[Lookup]
+    ) -> Written:
+        raise self._no_cache()
+
+    @staticmethod
+    def _no_cache() -> UsageError:
+        return UsageError("a CachedTable has a store already and is no cache of another one")
 
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
         with self._locked():
@@ -146,10 +173,14 @@ class CachedTableGroup(TableGroup):
             self._inner.update_summed(gradients)
 
 
-def _view(table: CachedTable, ids: torch.Tensor) -> CpuTable:
-    """A table in memory that has the rows of ``ids``: the cache, if it has all there are."""
+def _numbers(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(bounds.tolist() if isinstance(bounds, torch.Tensor) else bounds)
+
+
+def _view(table: CachedTable, ids: torch.Tensor) -> Table:
+    """A table on the same device with the rows of ``ids``: the cache, if it has all there are."""
     missing = torch.unique(ids[table.cache.find_slots(ids) < 0])
-    if not len(missing) or not bool(table.store.contains(missing).any()):
+    if not len(missing) or not bool(table.store.contains(missing.cpu()).any()):
         return table.cache
     distinct = torch.unique(ids)
     found = table.find(distinct)
@@ -161,7 +192,9 @@ def _view(table: CachedTable, ids: torch.Tensor) -> CpuTable:
         admit_strategy=None,
         admission_counter=None,
     )
-    view = CpuTable(options, optimizer=table.optimizer, name=table.name, seed=table.seed)
+    view = create_table(
+        options, optimizer=table.optimizer, name=table.name, seed=table.seed, device=table.device
+    )
     view.insert(
         distinct[there],
         found.embeddings[there],

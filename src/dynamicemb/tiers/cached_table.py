@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dynamicemb import _engine
 from dynamicemb.errors import (
     InsertionError,
     InvalidArgumentError,
@@ -25,6 +24,7 @@ from dynamicemb.table import content
 from dynamicemb.table.base import (
     Found,
     Inserted,
+    Lookup,
     Progress,
     Rows,
     Table,
@@ -32,11 +32,20 @@ from dynamicemb.table.base import (
     TableStats,
     Written,
 )
-from dynamicemb.table.cpu import CpuTable
-from dynamicemb.table.engine import INSERT, LOCATE, address, threads
+from dynamicemb.table.create import create_table
+from dynamicemb.table.incremental import current_mark
 from dynamicemb.tiers.base import Store
 from dynamicemb.tiers.host import HostStore
-from dynamicemb.tiers.merge import contains_below, export_below, fill_from, join
+from dynamicemb.tiers.id_log import IdLog
+from dynamicemb.tiers.merge import contains_below, export_below, fill_from, join, select
+from dynamicemb.tiers.read_ahead import ReadAhead
+from dynamicemb.tiers.staging import to_device, to_host
+
+#: Ids of written rows that are remembered for ``export(changed_since=)``; beyond them all rows of
+#: the store count as changed.
+_MOST_WRITTEN = 2**22
+#: Marks that are remembered; before them all rows count as changed.
+_MOST_MARKS = 4096
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def _of_cache(name: str) -> Any:
 
 
 class CachedTable(Table):
-    """Rows in a store, those in use in a table in memory (``cache``) that never grows.
+    """Rows in a store, those in use in a table (``cache``) on any device that never grows.
 
     A row is one unit and has one truth: the cache's copy if there is one, else the store's. Rows of
     a training batch are brought up before the batch runs, with their state and scores, so the batch
@@ -105,6 +114,7 @@ class CachedTable(Table):
         name: str = "table",
         seed: int | None = None,
         clock: Callable[[], int] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         in_memory = replace(
             options,
@@ -114,7 +124,9 @@ class CachedTable(Table):
             caching=False,
             external_storage=None,
         )
-        self.cache = CpuTable(in_memory, optimizer=optimizer, name=name, seed=seed, clock=clock)
+        self.cache = create_table(
+            in_memory, optimizer=optimizer, name=name, seed=seed, clock=clock, device=device
+        )
         self.name = name
         self.options = replace(options, initializer_args=self.cache.options.initializer_args)
         self._make_store = make_store
@@ -129,6 +141,11 @@ class CachedTable(Table):
         self._flushed_at: int | None = None  # a mark of the cache
         self._brought_up = self._written_back = self._cache_misses = 0
         self._ahead: list[ReadAhead] = []
+        self._alone: TableGroup | None = None
+        self._mark = 0  # the last one that was handed out
+        self._cache_marks: dict[int, int] = {}  # the cache's own, for each of the last ones
+        self._written: IdLog | None = None  # ids whose rows were written to the store
+        self._removed: IdLog | None = None  # ids that left the whole
 
     # ---- what it is ----
 
@@ -157,7 +174,8 @@ class CachedTable(Table):
             if self._only_cached is None or self._unwritten:
                 self._drain()
                 self._only_cached = sum(
-                    int((~self.store.contains(rows.ids)).sum()) for rows in self.cache.export()
+                    int((~self.store.contains(rows.ids.cpu())).sum())
+                    for rows in self.cache.export()
                 )
             return self.store.size() + self._only_cached
 
@@ -198,24 +216,36 @@ class CachedTable(Table):
 
     # ---- between the cache and the store ----
 
-    def bring_up(self, ids: torch.Tensor, protect: Sequence[Any] = ()) -> int:
-        """Copy rows of ``ids`` that only the store has into the cache. Neither rows of ``ids`` nor
-        of ``protect`` (engine batches) leave the cache for it. Returns how many distinct ids were
-        not in the cache."""
+    def bring_up(
+        self,
+        ids: torch.Tensor,
+        protect: Sequence[Lookup] = (),
+        group: TableGroup | None = None,
+        t: int = 0,
+    ) -> int:
+        """Copy rows of ``ids`` that only the store has into the cache, which is table ``t`` of
+        ``group``. Neither rows of ``ids`` nor of ``protect`` leave the cache for it. Returns how
+        many distinct ids were not in the cache."""
         with self.lock:
-            missing = torch.unique(ids[self.cache.find_slots(ids) < 0])
+            missing = torch.unique(ids[self.cache.find_slots(ids) < 0]).cpu()
             if not len(missing):
                 return 0
             self._drain()
             rows = self._from_store(missing)
             if not len(rows):
                 return len(missing)
-            written, evicted = self._insert(rows, ids, protect)
-            self._brought_up += int(written.sum())
-            self.write_back(evicted)
-            if not bool(written.all()):
+            if group is None:
+                if self._alone is None:
+                    self._alone = self.cache.make_group([self.cache])
+                group = self._alone
+            written = group.bring_in(t, to_device(rows, self.device), ids, protect)
+            assert written.evicted is not None
+            placed = int(written.written.sum())
+            self._brought_up += placed
+            self.write_back(written.evicted)
+            if placed < len(rows):
                 raise UsageError(
-                    f"{int((~written).sum())} of {len(rows)} rows of a batch of {len(ids)} ids "
+                    f"{len(rows) - placed} of {len(rows)} rows of a batch of {len(ids)} ids "
                     f"find no place in the cache of table {self.name!r}, which has "
                     f"{self.cache.capacity} slots in buckets of {self.bucket_capacity}: the batch, "
                     "or the batches that wait for their backward, need more. Raise the memory "
@@ -230,39 +260,39 @@ class CachedTable(Table):
             rows, ids = ahead.take(ids)
             parts.append(rows)
         found = self.store.find(ids)
-        there = found.found
-        parts.append(
-            Rows(ids[there], found.embeddings[there], found.state[there], found.scores[there])
-        )
+        parts.append(select(Rows(ids, found.embeddings, found.state, found.scores), found.found))
         return join(parts)
-
-    def _insert(
-        self, rows: Rows, needed: torch.Tensor, protect: Sequence[Any]
-    ) -> tuple[torch.Tensor, Rows]:
-        """Put rows into the cache; which found a place, and what had to leave for them."""
-        engine = self.cache.engine
-        batch = _engine.Batch(engine, INSERT, rows.ids.data_ptr(), len(rows), 0)
-        batch.give(address(rows.embeddings), address(rows.state), address(rows.scores))
-        batch.keep_evicted()
-        located = _engine.Batch(engine, LOCATE, needed.data_ptr(), len(needed), 0)
-        _engine.run_batches([located], [(0, 0)], threads())
-        for other in (located, *protect):
-            batch.protect(other)
-        _engine.run_batches([batch], [(0, 0)], threads())
-        written = torch.empty(len(rows), dtype=torch.bool)
-        batch.written(written.data_ptr())
-        return written, self.cache.evicted_of(batch)
 
     def write_back(self, rows: Rows) -> None:
         """Hand rows that left the cache to the store. What it does not take is kept and offered
         again by the next call that needs the store."""
         if not len(rows):
             return
+        rows = to_host(rows)
         with self.lock:
             self.evictions += 1
-            self._forget(rows.ids)
+            self._changes_below(rows.ids)
             self._unwritten.append(rows)
             self._drain()
+
+    def _changes_below(self, ids: torch.Tensor) -> None:
+        """The store's rows of these ids are about to change."""
+        self._forget(ids)
+        if self._written is not None:
+            self._written.add(self._mark, ids)
+
+    def _insert_below(self, rows: Rows) -> None:
+        """Write rows that are not in the cache to the store."""
+        rows = to_host(rows)
+        self._only_cached = None
+        self._changes_below(rows.ids)
+        self._drain()
+        self.store.insert(rows)
+        self._note_dropped()
+
+    def _note_dropped(self) -> None:
+        if self._removed is not None:
+            self._removed.add(self._mark, self.store.take_dropped())
 
     def _forget(self, ids: torch.Tensor) -> None:
         """The store's rows of these ids change: what was read ahead of them is not the truth."""
@@ -283,6 +313,7 @@ class CachedTable(Table):
                 self._only_cached = only_cached - new
             self._written_back += len(rows)
             del self._unwritten[0]
+            self._note_dropped()
 
     def flush(self) -> None:
         """Write the rows of the cache that changed since the last flush to the store, and flush the
@@ -290,19 +321,24 @@ class CachedTable(Table):
         with self.lock:
             self._drain()
             self._only_cached = None
-            mark = self.cache.mark_changes()
+            mark = current_mark(self.cache)
             for rows in self.cache.export(changed_since=self._flushed_at):
+                rows = to_host(rows)
                 self._forget(rows.ids)
                 self.store.insert(rows)
                 self._written_back += len(rows)
             self._flushed_at = mark
             self._only_cached = 0
+            self._note_dropped()
             self.store.flush()
 
     def drop_cache(self) -> None:
         """Flush, then empty the cache."""
         with self.lock:
             self.flush()
+            if self._written is not None:
+                for rows in self.cache.export():
+                    self._written.add(self._mark, rows.ids.cpu())
             self.cache.clear()
             self.evictions += 1
 
@@ -325,14 +361,21 @@ class CachedTable(Table):
         """Return to the rows of a snapshot of the store; its note."""
         with self.lock:
             note = self.store.load_snapshot(name)
-            self.cache.clear()
-            self._unwritten.clear()
-            self._only_cached = 0
-            self._flushed_at = None
-            self.evictions += 1
-            for ahead in self._ahead:
-                ahead.forget_all()
+            self._start_again()
+            for log in (self._written, self._removed):
+                if log is not None:
+                    log.forget(self._mark)
             return note
+
+    def _start_again(self) -> None:
+        """The store has other rows: none of the cache, or that waits, counts any more."""
+        self.cache.clear()
+        self._unwritten.clear()
+        self._only_cached = 0
+        self._flushed_at = None
+        self.evictions += 1
+        for ahead in self._ahead:
+            ahead.forget_all()
 
     # ---- reading ----
 
@@ -368,19 +411,93 @@ class CachedTable(Table):
         score_threshold: int | None = None,
         changed_since: int | None = None,
     ) -> Iterator[Rows]:
-        """The rows of the cache in slot order, then the others in the store's order."""
+        """The rows of the cache in slot order, then the others in the store's order. With
+        ``changed_since`` also rows that only left the cache after the mark."""
+        batch_size = check_integer("batch_size", batch_size, minimum=1)
+        of_cache = None
         if changed_since is not None:
-            raise self._no_changes()
-        batches = self.cache.export(batch_size=batch_size, score_threshold=score_threshold)
-        return self._export(batches, batch_size, score_threshold)
+            changed_since = check_integer("changed_since", changed_since, minimum=1)
+            of_cache = self._cache_marks.get(changed_since)
+            if of_cache is None:  # too old to know: all rows
+                score_threshold = None
+        cached = self.cache.export(
+            batch_size=batch_size, score_threshold=score_threshold, changed_since=of_cache
+        )
+        return self._export(cached, batch_size, score_threshold, changed_since)
 
     def _export(
-        self, cached: Iterator[Rows], batch_size: int, threshold: int | None
+        self, cached: Iterator[Rows], batch_size: int, threshold: int | None, mark: int | None
     ) -> Iterator[Rows]:
         with self.lock:
             self._drain()
         yield from cached
-        yield from export_below(self.store, self.cache.contains, batch_size, threshold)
+
+        def above(ids: torch.Tensor) -> torch.Tensor:
+            return self.cache.contains(ids.to(self.device)).cpu()
+
+        if mark is None:
+            below = export_below(self.store, above, batch_size, threshold)
+        elif (
+            self._written is None
+            or mark < self._written.known_since
+            or mark not in self._cache_marks
+        ):
+            below = export_below(self.store, above, batch_size)  # which of them is not known
+        else:
+            changed = self._written.after(mark)
+            changed = changed[~above(changed)]
+            below = self._below(changed, above, batch_size, threshold)
+        for rows in below:
+            yield to_device(rows, self.device)
+
+    def _below(
+        self,
+        changed: torch.Tensor,
+        above: Callable[[torch.Tensor], torch.Tensor],
+        batch_size: int,
+        threshold: int | None,
+    ) -> Iterator[Rows]:
+        """The store's rows of these ids, and those with a score of at least ``threshold``."""
+        for ids in changed.split(batch_size) if len(changed) else ():
+            found = self.store.find(ids)
+            rows = Rows(ids, found.embeddings, found.state, found.scores)
+            if bool(found.found.any()):
+                yield select(rows, found.found)
+        if threshold is not None:
+            for rows in export_below(self.store, above, batch_size, threshold):
+                others = ~torch.isin(rows.ids, changed)
+                if bool(others.any()):
+                    yield select(rows, others)
+
+    # ---- changes ----
+
+    def mark_changes(self) -> int:
+        with self.lock:
+            of_cache = self.cache.mark_changes()
+            self._mark += 1
+            self._cache_marks[self._mark] = of_cache
+            if len(self._cache_marks) > _MOST_MARKS:
+                del self._cache_marks[min(self._cache_marks)]
+            if self._written is None:
+                self._written = IdLog(_MOST_WRITTEN, self._mark)
+            return self._mark
+
+    def log_removals(self, limit: int | None = None) -> None:
+        with self.lock:
+            limit = 2**20 if limit is None else check_integer("limit", limit, minimum=1)
+            mark = self.mark_changes()
+            self._removed = self._removed or IdLog(limit, mark)
+            self.store.log_drops()
+
+    @property
+    def logs_removals(self) -> bool:
+        return self._removed is not None
+
+    def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
+        with self.lock:
+            assert self._removed is not None
+            ids = self._removed.after(mark).to(self.device)
+            return self._removed.known_since, ids
 
     # ---- writing ----
 
@@ -436,12 +553,8 @@ class CachedTable(Table):
                 if state is None:
                     state = self._known_state(ids)
                 here = self.cache.assign(ids, embeddings, state=state, scores=scores)
-                below = ~here
-                self._only_cached = None
-                self._forget(ids)
-                self._drain()
-                self.store.insert(Rows(ids[below], embeddings[below], state[below], scores[below]))
-                return Written(torch.ones(len(ids), dtype=torch.bool), none)
+                self._insert_below(select(Rows(ids, embeddings, state, scores), ~here))
+                return Written(torch.ones_like(here), none)
             # Scores come from the table's strategy: through the cache, a part at a time.
             written = []
             step = max(1, self.cache.capacity // 8)
@@ -458,13 +571,13 @@ class CachedTable(Table):
                 assert done.evicted is not None
                 self.write_back(done.evicted)
                 written.append(done.written)
-            return Written(torch.cat(written) if written else torch.empty(0).bool(), none)
+            return Written(torch.cat(written) if written else ids.to(torch.bool), none)
 
     def _known_state(self, ids: torch.Tensor) -> torch.Tensor:
         """The state of rows that exist, the optimizer's initial state for the others."""
         found = self.find(ids)
-        initial = self.optimizer.initial_state(self.dim)
-        return torch.where(found.found[:, None], found.state, initial.to(torch.float32))
+        initial = self.optimizer.initial_state(self.dim).to(found.state)
+        return torch.where(found.found[:, None], found.state, initial)
 
     def assign(
         self,
@@ -479,12 +592,11 @@ class CachedTable(Table):
             here = self.cache.assign(ids, embeddings, state=state, scores=scores)
             if bool(here.all()):
                 return here
-            self._drain()
             rest = (~here).nonzero().squeeze(1)
             found = self.find(ids[rest])
             there = found.found
             at = rest[there]
-            self.store.insert(
+            self._insert_below(
                 Rows(
                     ids[at],
                     embeddings[at].detach(),
@@ -492,7 +604,6 @@ class CachedTable(Table):
                     found.scores[there] if scores is None else scores[at].view(torch.int64),
                 )
             )
-            self._forget(ids)
             here[at] = True
             return here
 
@@ -501,20 +612,20 @@ class CachedTable(Table):
         with self.lock:
             self._drain()
             self._only_cached = None
-            self._forget(ids)
-            here = self.cache.erase(ids)
-            return here | self.store.erase(ids)
+            self._forget(ids.cpu())
+            below = self.store.erase(ids.cpu()).to(self.device)
+            removed = self.cache.erase(ids) | below
+            if self._removed is not None:
+                self._removed.add(self._mark, ids[removed].cpu())
+            return removed
 
     def clear(self) -> None:
         with self.lock:
-            self.cache.clear()
+            if self._removed is not None:
+                for rows in self.export():
+                    self._removed.add(self._mark, rows.ids.cpu())
             self.store.clear()
-            self._unwritten.clear()
-            for ahead in self._ahead:
-                ahead.forget_all()
-            self._only_cached = 0
-            self._flushed_at = None
-            self.evictions += 1
+            self._start_again()
 
     def reserve(self, rows: int) -> None:
         """Nothing to do: the cache does not grow, and the store grows as rows come."""
@@ -584,10 +695,23 @@ class CachedTable(Table):
         self.cache.restore_counter(ids, counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise UsageError(
-            f"table {self.name!r} has a store below it and cannot be copied or pickled; use "
-            "state_dict, or a checkpoint"
-        )
+        """Pickling and copying carry the rows along, where they are in main memory."""
+        if type(self.store) is not HostStore:
+            raise UsageError(
+                f"table {self.name!r} has a {type(self.store).__name__} below it and cannot be "
+                "copied or pickled: two tables would share the store. Use state_dict, a checkpoint "
+                "or a snapshot"
+            )
+        settings = {
+            "cache_rows": self.cache.capacity,
+            "make_store": self._make_store,
+            "optimizer": self.optimizer,
+            "name": self.name,
+            "seed": self.seed,
+            "clock": self._clock_function,
+            "device": self.device,
+        }
+        return _restore_table, (self.options, settings, self.state_dict())
 
     # ---- reading ahead ----
 
@@ -606,46 +730,15 @@ class CachedTable(Table):
             self._ahead.remove(ahead)
 
 
-class ReadAhead:
-    """Rows of a store that were read before they are needed, as long as they are the truth."""
-
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.ids = ids  # distinct, ascending; those not in the cache at the time
-        self._valid = torch.ones(len(ids), dtype=torch.bool)
-        self._found: Found | None = None
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def read(self, store: Store) -> None:
-        """In the background."""
-        try:
-            self._found = store.find(self.ids)
-        except BaseException as error:
-            self._error = error  # the batch will meet it again
-        finally:
-            self._done.set()
-
-    def forget(self, ids: torch.Tensor) -> None:
-        """The store's rows of these ids changed, or will."""
-        self._valid &= ~torch.isin(self.ids, ids)
-
-    def forget_all(self) -> None:
-        self._valid.zero_()
-
-    def take(self, ids: torch.Tensor) -> tuple[Rows, torch.Tensor]:
-        """(rows of ``ids`` that were read and found, the ids about which nothing is known)."""
-        self._done.wait()
-        empty = torch.empty(0, dtype=torch.int64)
-        if self._found is None or not len(self.ids):
-            return Rows(empty, torch.empty(0), torch.empty(0), empty), ids
-        at = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
-        known = (self.ids[at] == ids) & self._valid[at]
-        rows = at[known & self._found.found[at]]
-        found = self._found
-        return (
-            Rows(self.ids[rows], found.embeddings[rows], found.state[rows], found.scores[rows]),
-            ids[~known],
-        )
+def _restore_table(
+    options: DynamicEmbTableOptions,
+    settings: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+) -> CachedTable:
+    table = CachedTable(options, **settings)
+    table.load_state_dict(state)
+    table.reset_stats()
+    return table
 
 
 def _parse_progress(note: bytes) -> Progress:

@@ -41,6 +41,7 @@ class HostStore(BoundedStore):
         self._hands_down = False
         self._lock = threading.Lock()  # a row is in the table or is leaving, for every reader
         self._leaving: list[Rows] = []
+        self._dropped: list[torch.Tensor] | None = None  # ids; None: nobody asks
         self._flushed_at: int | None = None  # a mark of the table
         self._made_of = options, optimizer
         self._table = self._make_table()
@@ -101,14 +102,17 @@ class HostStore(BoundedStore):
                 rows.embeddings,
                 state=rows.state,
                 scores=rows.scores,
-                return_evicted=self._hands_down,
+                return_evicted=self._hands_down or self._dropped is not None,
             )
-            if done.evicted is not None:
+            if self._hands_down:
+                assert done.evicted is not None
                 # Rows that found no place because the call is larger than the store go down too.
                 for part in (done.evicted, select(rows, ~done.written)):
                     if len(part):
                         self._leaving.append(_last_of_each(part))
                 return
+            if self._dropped is not None and done.evicted is not None:
+                self._dropped.append(done.evicted.ids)
         if not bool(done.written.all()):
             raise StoreError(
                 None,
@@ -178,6 +182,13 @@ class HostStore(BoundedStore):
 
     # ---- the rest ----
 
+    def log_drops(self) -> None:
+        self._dropped = self._dropped or []
+
+    def take_dropped(self) -> torch.Tensor:
+        dropped, self._dropped = self._dropped or [], []
+        return torch.cat([super().take_dropped(), *dropped])
+
     def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
         super().set_layout(options, optimizer)
         self._made_of = options, optimizer
@@ -207,7 +218,7 @@ def _places(rows: Rows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
     """bool [n]: the first occurrence of every distinct id."""
     order = torch.argsort(ids, stable=True)
-    first = torch.ones(len(ids), dtype=torch.bool)
+    first = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     first[order[1:]] = ids[order[1:]] != ids[order[:-1]]
     return first
 
@@ -216,6 +227,6 @@ def _last_of_each(rows: Rows) -> Rows:
     """The rows in ascending order of their ids, of equal ids the last."""
     order = torch.argsort(rows.ids, stable=True)
     ids = rows.ids[order]
-    last = torch.ones(len(ids), dtype=torch.bool)
+    last = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     last[:-1] = ids[1:] != ids[:-1]
     return select(rows, order[last])

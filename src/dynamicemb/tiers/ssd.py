@@ -132,14 +132,14 @@ class SsdStore(BoundedStore):
     def find(self, ids: torch.Tensor) -> Found:
         ids = ids.contiguous()
         rows = self.layout.empty(len(ids))
-        found = torch.empty(len(ids), dtype=torch.bool)
+        found = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         with self._errors():
             self._store.find(ids.data_ptr(), len(ids), found.data_ptr(), self._columns(rows))
         return Found(found, rows.embeddings, rows.state, rows.scores)
 
     def contains(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.contiguous()
-        found = torch.empty(len(ids), dtype=torch.bool)
+        found = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         with self._errors():
             self._store.contains(ids.data_ptr(), len(ids), found.data_ptr())
         return found
@@ -153,7 +153,7 @@ class SsdStore(BoundedStore):
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.contiguous()
-        removed = torch.empty(len(ids), dtype=torch.bool)
+        removed = torch.empty(len(ids), dtype=torch.bool, device="cpu")
         with self._errors(kept=True):
             self._store.erase(ids.data_ptr(), len(ids), removed.data_ptr())
         return removed

@@ -171,6 +171,13 @@ class Stack(Store):
 
     # ---- the rest ----
 
+    def log_drops(self) -> None:
+        self.lower.log_drops()
+
+    def take_dropped(self) -> torch.Tensor:
+        ids = self.lower.take_dropped()
+        return ids[~self.upper.contains(ids)]
+
     def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
         if self.size() or self.snapshots():
             raise UsageError("a stack of stores has rows; their layout cannot change")

@@ -1,0 +1,120 @@
+"""Training with a store below tables of the GPU's kernels: the bits of tables without one.
+
+python tests/gpu/stores_below.py FOLDER                      on a GPU
+TRITON_INTERPRET=1 python tests/gpu/stores_below.py FOLDER   under Triton's interpreter
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+import torch  # noqa: E402
+
+from dynamicemb import (  # noqa: E402
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    EmbOptimType,
+)
+from dynamicemb.tiers import CachedTable, HostStore, SsdStore, Stack  # noqa: E402
+from dynamicemb.tiers.sizing import table_bytes  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+#: Distinct ids, ids of a table's batch, slots of a cache, steps.
+IDS, BATCH, SLOTS, STEPS = (90, 24, 64, 8) if INTERPRETED else (40_000, 1024, 4096, 60)
+
+
+def options(storage: Any, dim: int, **changes: Any) -> DynamicEmbTableOptions:
+    made = DynamicEmbTableOptions(
+        dim=dim,
+        max_capacity=4 * IDS,
+        bucket_capacity=32,
+        score_strategy=DynamicEmbScoreStrategy.STEP,
+        **changes,
+    )
+    if storage is not None:
+        from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
+
+        adam = Optimizer(OptimizerKind.ADAM, OptimizerArgs())
+        made.local_hbm_for_values = table_bytes(SLOTS, made, adam, device=DEVICE)
+        made.caching = storage == "caching"
+        made.external_storage = None if storage == "caching" else storage
+    return made
+
+
+def make(storages: list[Any]) -> BatchedDynamicEmbeddingTables:
+    return BatchedDynamicEmbeddingTables(
+        [options(one, dim) for one, dim in zip(storages, (8, 4, 8), strict=True)],
+        optimizer=EmbOptimType.ADAM,
+        learning_rate=0.1,
+        seed=1,
+        device=DEVICE,
+    )
+
+
+def train(module: BatchedDynamicEmbeddingTables, depth: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        torch.randint(0, IDS, (3 * BATCH,), generator=generator).to(DEVICE) for _ in range(STEPS)
+    ]
+    offsets = torch.arange(0, 3 * BATCH + 1, 4).to(DEVICE)
+    outputs = []
+    for ids in batches[:depth]:
+        module.prefetch(ids, offsets)
+    for step, ids in enumerate(batches):
+        out = module(ids, offsets)
+        if depth and step + depth < STEPS:
+            module.prefetch(batches[step + depth], offsets)
+        (out * out).sum().backward()
+        outputs.append(out.detach())
+    module.eval()
+    outputs.append(module(batches[0], offsets))
+    return outputs
+
+
+def content(module: BatchedDynamicEmbeddingTables) -> list[dict[str, torch.Tensor]]:
+    """The rows of every table in ascending order of their ids."""
+    tables = []
+    for table in module.tables:
+        state = table.state_dict()
+        order = torch.argsort(state["ids"])
+        tables.append(
+            {name: state[name][order] for name in ("ids", "embeddings", "state", "scores")}
+        )
+    return tables
+
+
+def main(folder: str) -> None:
+    if INTERPRETED:
+        import interpreter
+
+        interpreter.use_for_all_tables()
+    stacked = Stack.of(HostStore.within(20_000), SsdStore.at(f"{folder}/b"))
+    for depth in (0, 2):
+        plain = make([None, None, None])
+        first = stacked if depth else "caching"
+        cached = make([first, SsdStore.at(f"{folder}/a{depth}"), None])
+        used = [isinstance(table, CachedTable) for table in cached.tables]
+        assert used == [True, True, False]
+        for expected, out in zip(train(plain, 0), train(cached, depth), strict=True):
+            assert torch.equal(expected, out)
+        cached.flush()
+        for expected, mine in zip(content(plain), content(cached), strict=True):
+            for name, tensor in expected.items():
+                assert torch.equal(tensor, mine[name]), name
+        for table in cached.tables[:2]:
+            stats = table.cache_stats()
+            assert stats.brought_up > 5, stats
+            assert stats.written_back > 10
+            assert stats.bytes <= table.options.local_hbm_for_values
+            assert str(table.device).startswith(DEVICE)
+        print("depth", depth, "equal", cached.tables[0].cache_stats())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
