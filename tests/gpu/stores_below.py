@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,27 @@ def content(module: BatchedDynamicEmbeddingTables) -> list[dict[str, torch.Tenso
     return tables
 
 
+def check_budget(folder: str) -> None:
+    """The memory of the device that a cached table takes is its budget's."""
+    budget = 64 * 2**20
+    made = options(SsdStore.at(f"{folder}/c"), 64)
+    made.local_hbm_for_values = budget
+    before = torch.cuda.memory_allocated()
+    module = BatchedDynamicEmbeddingTables(
+        [made], optimizer=EmbOptimType.ADAM, seed=1, device=DEVICE
+    )
+    ids, offsets = torch.arange(150_000), torch.arange(4097).to(DEVICE)
+    module(ids[:4096].to(DEVICE), offsets).sum().backward()
+    start = time.perf_counter()
+    for part in ids.split(4096)[1:-1]:
+        module(part.to(DEVICE), offsets).sum().backward()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    used = torch.cuda.memory_allocated() - before
+    print(f"budget {budget}, used {used} bytes of the device; {150_000 / seconds:.0f} new ids/s")
+    assert 0.95 * budget <= used <= 1.05 * budget
+
+
 def main(folder: str) -> None:
     if INTERPRETED:
         import interpreter
@@ -114,6 +136,8 @@ def main(folder: str) -> None:
             assert stats.bytes <= table.options.local_hbm_for_values
             assert str(table.device).startswith(DEVICE)
         print("depth", depth, "equal", cached.tables[0].cache_stats())
+    if not INTERPRETED:
+        check_budget(folder)
 
 
 if __name__ == "__main__":
