@@ -7,12 +7,15 @@
 #include "batch.h"
 #include "dedup.h"
 #include "hash.h"
+#include "parallel.h"
 
 namespace dynamicemb {
 namespace {
 
 constexpr uint32_t kWidth = 128;
-constexpr size_t kAhead = 16;  // places fetched in advance
+constexpr size_t kChunk = 2048;   // ids per task
+constexpr size_t kAhead = 16;     // places fetched in advance
+constexpr size_t kFarAhead = 64;  // in loops that do little else than wait for memory
 constexpr uint32_t kLargestLogarithm = 31;
 
 TableConfig index_config(uint64_t capacity) {
@@ -74,22 +77,21 @@ void FreeSlots::release(uint32_t slot) {
 SlotMap::SlotMap(const SlotMapConfig& config)
     : config_(config),
       index_(index_config(config.capacity), {}),
-      slot_of_(index_.capacity(), kNoSlot),
-      owner_(config.capacity, kNoSlot),
+      slot_of_(index_.capacity()),
+      owner_(config.capacity),
       uses_(config.capacity),
       free_(config.capacity),
       order_(config.policy, config.decay_exponent) {}
 
 uint64_t SlotMap::bytes() const {
-  return index_.digests_.bytes() + index_.keys_.bytes() +
-         sizeof(uint32_t) * (slot_of_.size() + owner_.size() + pins_.size()) +
-         sizeof(SlotUse) * uses_.size();
+  return index_.digests_.bytes() + index_.keys_.bytes() + slot_of_.bytes() + owner_.bytes() +
+         uses_.bytes() + sizeof(uint32_t) * pins_.size();
 }
 
 void SlotMap::begin_batch(uint64_t time) {
   time_ = time;
   if (++stamp_ == 0) {  // 2^32 batches: forget the old stamps
-    for (SlotUse& use : uses_) use.stamp = use.stamp != 0;
+    for (size_t slot = 0; slot < uses_.size(); ++slot) uses_[slot].stamp = uses_[slot].stamp != 0;
     stamp_ = 2;
   }
 }
@@ -127,7 +129,6 @@ void SlotMap::place(uint64_t id, uint32_t slot) {
 void SlotMap::remove(uint32_t slot) {
   index_.digests_[owner_[slot]] = 0;
   --index_.size_;
-  owner_[slot] = kNoSlot;
   uses_[slot] = {};
   free_.release(slot);
 }
@@ -136,12 +137,12 @@ void SlotMap::grow_index() {
   std::vector<uint64_t> ids;
   std::vector<uint32_t> slots;
   for (uint32_t slot = 0; slot < owner_.size(); ++slot)
-    if (owner_[slot] != kNoSlot) {
+    if (!is_free(slot)) {
       ids.push_back(id_of(slot));
       slots.push_back(slot);
     }
   std::vector<uint32_t> found(ids.size());
-  std::vector<uint32_t> slot_of(2 * index_.capacity(), kNoSlot);
+  Array<uint32_t> slot_of(2 * index_.capacity());
   if (!index_.grow_to(2 * index_.buckets_)) throw std::logic_error("the index did not grow");
   index_.find(ids.data(), ids.size(), 1, found.data());
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -152,13 +153,17 @@ void SlotMap::grow_index() {
 }
 
 void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots) const {
-  Scratch memory(Scratch::bytes_for<uint32_t>(n));
-  auto* found = memory.take<uint32_t>(n);
-  index_.find(ids, n, threads, found);
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && found[i + kAhead] != kNoSlot) prefetch(&slot_of_[found[i + kAhead]]);
-    slots[i] = found[i] == kNoSlot ? -1 : int64_t{slot_of_[found[i]]};
-  }
+  const uint32_t* slot_of = slot_of_.data();
+  parallel_for(threads, (n + kChunk - 1) / kChunk, [&](size_t task) {
+    const size_t begin = task * kChunk, count = std::min(kChunk, n - begin);
+    uint32_t found[kChunk];
+    index_.find(ids + begin, count, 1, found);
+    for (size_t i = 0; i < count; ++i) {
+      if (i + kFarAhead < count && found[i + kFarAhead] != kNoSlot)
+        prefetch_near(slot_of + found[i + kFarAhead]);
+      slots[begin + i] = found[i] == kNoSlot ? -1 : int64_t{slot_of[found[i]]};
+    }
+  });
 }
 
 Mapped SlotMap::map(const uint64_t* ids, size_t n, const int64_t* counts, const MapOptions& options,
@@ -168,7 +173,7 @@ Mapped SlotMap::map(const uint64_t* ids, size_t n, const int64_t* counts, const 
   find(ids, n, options.threads, slots);
   std::vector<uint32_t> missing;
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && slots[i + kAhead] >= 0) prefetch(&uses_[slots[i + kAhead]]);
+    if (i + kFarAhead < n && slots[i + kFarAhead] >= 0) prefetch_near(&uses_[slots[i + kFarAhead]]);
     if (slots[i] >= 0) {
       touch(uses_[slots[i]], counts == nullptr ? 1 : static_cast<uint64_t>(counts[i]));
     } else {
@@ -189,13 +194,15 @@ void SlotMap::insert_missing(const uint64_t* ids, const int64_t* counts,
                              const std::vector<uint32_t>& missing, const MapOptions& options,
                              int64_t* slots, Mapped& mapped) {
   const size_t n = missing.size();
-  std::vector<uint64_t> missing_ids(n), distinct(n);
-  std::vector<int64_t> places(n), times(n);
+  Scratch memory(2 * Scratch::bytes_for<uint64_t>(n) + 2 * Scratch::bytes_for<int64_t>(n));
+  auto* missing_ids = memory.take<uint64_t>(n);
+  auto* distinct = memory.take<uint64_t>(n);
+  auto* places = memory.take<int64_t>(n);
+  auto* times = memory.take<int64_t>(n);
   for (size_t i = 0; i < n; ++i) missing_ids[i] = ids[missing[i]];
-  const size_t total =
-      distinct_ids(missing_ids.data(), n, distinct.data(), places.data(), times.data());
+  const size_t total = distinct_ids(missing_ids, n, distinct, places, times);
   if (counts != nullptr) {
-    std::fill_n(times.begin(), total, 0);
+    std::fill_n(times, total, 0);
     for (size_t i = 0; i < n; ++i)
       times[places[i]] = add_saturated(times[places[i]], counts[missing[i]]);
   }
@@ -203,10 +210,20 @@ void SlotMap::insert_missing(const uint64_t* ids, const int64_t* counts,
     release(total - free_.size(), kNoLimit, stamp_, options.threads, mapped.evicted);
   const size_t accepted = std::min<size_t>(total, free_.size());
   mapped.refused = total - accepted;
+  mapped.inserted.ids.reserve(accepted);
+  mapped.inserted.slots.reserve(accepted);
+  const auto base_of = [&](size_t i) {
+    return bucket_of(hash_id(distinct[i]), index_.buckets_) * kWidth;
+  };
   for (size_t i = 0; i < accepted; ++i) {
-    if (i + kAhead < accepted) {
-      const uint64_t bucket = bucket_of(hash_id(distinct[i + kAhead]), index_.buckets_);
-      prefetch_bytes(index_.digests_.data() + bucket * kWidth, kWidth);
+    if (i + 2 * kAhead < accepted)
+      prefetch_bytes(index_.digests_.data() + base_of(i + 2 * kAhead), kWidth);
+    if (i + kAhead < accepted) {  // the place, unless an id before it takes it
+      const uint64_t base = base_of(i + kAhead);
+      const uint64_t at =
+          base + kernels().free_position(index_.digests_.data() + base, kWidth) % kWidth;
+      prefetch_near(&index_.keys_[at]);
+      prefetch_near(&slot_of_[at]);
     }
     const uint32_t slot = free_.take_lowest();
     place(distinct[i], slot);
@@ -225,8 +242,10 @@ void SlotMap::insert_missing(const uint64_t* ids, const int64_t* counts,
 void SlotMap::release(size_t count, uint64_t below, uint32_t spared, int threads,
                       IdSlots& released) {
   std::vector<uint32_t> taken;
-  order_.take(uses_, pins_.empty() ? nullptr : pins_.data(), size(),
+  order_.take({uses_.data(), uses_.size()}, pins_.empty() ? nullptr : pins_.data(), size(),
               {count, below, spared, time_, threads}, taken);
+  released.ids.reserve(released.ids.size() + taken.size());
+  released.slots.reserve(released.slots.size() + taken.size());
   for (size_t i = 0; i < taken.size(); ++i) {
     if (i + 2 * kAhead < taken.size()) prefetch(&owner_[taken[i + 2 * kAhead]]);
     if (i + kAhead < taken.size()) {
@@ -254,7 +273,7 @@ IdSlots SlotMap::erase(const uint64_t* ids, size_t n, int threads) {
   std::vector<int64_t> slots(n);
   find(ids, n, threads, slots.data());
   for (size_t i = 0; i < n; ++i) {
-    if (slots[i] < 0 || owner_[slots[i]] == kNoSlot) continue;  // given twice
+    if (slots[i] < 0 || is_free(static_cast<uint32_t>(slots[i]))) continue;  // given twice
     const auto slot = static_cast<uint32_t>(slots[i]);
     if (!pins_.empty() && pins_[slot] != 0) continue;
     erased.add(ids[i], slot);
@@ -279,7 +298,7 @@ void SlotMap::unpin(const int64_t* slots, size_t n) {
 IdSlots SlotMap::used_since(uint64_t time, bool all) const {
   IdSlots used;
   for (uint32_t slot = 0; slot < owner_.size(); ++slot)
-    if (owner_[slot] != kNoSlot && (all || uses_[slot].last > time)) used.add(id_of(slot), slot);
+    if (!is_free(slot) && (all || uses_[slot].last > time)) used.add(id_of(slot), slot);
   return used;
 }
 
@@ -293,9 +312,7 @@ void SlotMap::uses(const uint32_t* slots, size_t n, uint64_t* last, uint32_t* co
 void SlotMap::restore(const uint64_t* ids, const uint32_t* slots, const uint64_t* last,
                       const uint32_t* counts, size_t n, uint64_t time, uint64_t draws) {
   index_.clear();
-  std::fill(slot_of_.begin(), slot_of_.end(), kNoSlot);
-  std::fill(owner_.begin(), owner_.end(), kNoSlot);
-  std::fill(uses_.begin(), uses_.end(), SlotUse{});
+  std::fill_n(uses_.data(), uses_.size(), SlotUse{});
   pins_.clear();
   free_ = FreeSlots(config_.capacity);
   order_.reset();

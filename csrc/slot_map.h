@@ -95,6 +95,7 @@ class SlotMap {
 
  private:
   uint64_t id_of(uint32_t slot) const { return index_.keys_[owner_[slot]]; }
+  bool is_free(uint32_t slot) const { return uses_[slot].stamp == 0; }
   void begin_batch(uint64_t time);
   void touch(SlotUse& use, uint64_t count);
   void place(uint64_t id, uint32_t slot);
@@ -108,10 +109,10 @@ class SlotMap {
 
   SlotMapConfig config_;
   Table index_;
-  std::vector<uint32_t> slot_of_;  // by position in the index
-  std::vector<uint32_t> owner_;    // by slot: the position in the index, or kNoSlot
-  std::vector<SlotUse> uses_;      // by slot
-  std::vector<uint32_t> pins_;     // by slot, once something is pinned
+  Array<uint32_t> slot_of_;     // by position in the index
+  Array<uint32_t> owner_;       // by slot, if it is not free: the position in the index
+  Array<SlotUse> uses_;         // by slot
+  std::vector<uint32_t> pins_;  // by slot, once something is pinned
   FreeSlots free_;
   SlotOrder order_;
   uint32_t stamp_ = 0;

@@ -15,6 +15,7 @@ constexpr std::size_t kChunk = 1u << 16;   // slots per task of a scan
 constexpr std::size_t kSmallRound = 1024;  // slots of a round, at least
 constexpr std::size_t kKnownAges = 1u << 16;
 constexpr int kLogShift = 59;  // kLfuLru: five bits of logarithm above the time
+constexpr std::uint64_t kLargestScore = 0x7fefffffffffffff;  // the bits of the largest double
 constexpr SlotKey kEnd{kNoLimit, ~std::uint32_t{0}};
 
 // Sorts by (key, slot) what is in the order of the slots: least significant digits first, and only
@@ -77,8 +78,8 @@ void SlotOrder::reset() {
   added_.clear();
 }
 
-SlotKey SlotOrder::sampled_limit(const std::vector<SlotUse>& uses, std::size_t used,
-                                 std::size_t size, std::uint64_t now) const {
+SlotKey SlotOrder::sampled_limit(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
+                                 std::uint64_t now) const {
   if (size >= used / 4 * 3) return kEnd;
   std::vector<SlotKey> sample;
   const std::size_t step = std::max<std::size_t>(1, uses.size() / kSample);
@@ -92,19 +93,53 @@ SlotKey SlotOrder::sampled_limit(const std::vector<SlotUse>& uses, std::size_t u
   return *at;
 }
 
-void SlotOrder::start_round(const std::vector<SlotUse>& uses, std::size_t used, std::size_t size,
+void SlotOrder::scan(std::span<const SlotUse> uses, std::size_t begin, std::size_t end,
+                     SlotKey limit, std::uint64_t now, std::vector<SlotKey>& found) const {
+  const auto keep = [&](std::size_t slot) {
+    if (uses[slot].stamp == 0) return;
+    const SlotKey at{key(uses[slot], now), static_cast<std::uint32_t>(slot)};
+    if (at < limit) found.push_back(at);
+  };
+  // Most slots are far above the limit: a cheap test first.
+  switch (policy_) {
+    case SlotPolicy::kLru:
+    case SlotPolicy::kTtl:
+      for (std::size_t slot = begin; slot < end; ++slot)
+        if (uses[slot].last <= limit.key) keep(slot);
+      return;
+    case SlotPolicy::kLfu:
+      for (std::size_t slot = begin; slot < end; ++slot)
+        if (uses[slot].count <= limit.key) keep(slot);
+      return;
+    case SlotPolicy::kLfuLru:
+      for (std::size_t slot = begin; slot < end; ++slot)
+        if (uses[slot].count <= limit.key >> kLogShift) keep(slot);
+      return;
+    case SlotPolicy::kDistanceLfu: {
+      // A little more than the limit, for the rounding of the product.
+      const double most = std::bit_cast<double>(std::min(limit.key, kLargestScore)) * (1 + 1e-9);
+      const double* powers = powers_.data();
+      const std::size_t known = powers_.size();
+      for (std::size_t slot = begin; slot < end; ++slot) {
+        const std::uint64_t age = now - uses[slot].last;
+        if (age >= known || static_cast<double>(uses[slot].count) <= most * powers[age]) keep(slot);
+      }
+      return;
+    }
+  }
+}
+
+void SlotOrder::start_round(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
                             const Request& request) {
   reset();
-  if (policy_ == SlotPolicy::kDistanceLfu) power_of(std::min(request.now, kKnownAges - 1));
+  if (policy_ == SlotPolicy::kDistanceLfu)
+    power_of(std::min<std::uint64_t>(request.now, kKnownAges - 1));
   const SlotKey limit = sampled_limit(uses, used, size, request.now);
   const std::size_t chunks = (uses.size() + kChunk - 1) / kChunk;
   std::vector<std::vector<SlotKey>> found(chunks);
   parallel_for(request.threads, chunks, [&](std::size_t chunk) {
     const std::size_t end = std::min(uses.size(), (chunk + 1) * kChunk);
-    for (std::size_t slot = chunk * kChunk; slot < end; ++slot) {
-      const SlotKey at{key(uses[slot], request.now), static_cast<std::uint32_t>(slot)};
-      if (at < limit && uses[slot].stamp != 0) found[chunk].push_back(at);
-    }
+    scan(uses, chunk * kChunk, end, limit, request.now, found[chunk]);
   });
   for (const auto& part : found) queue_.insert(queue_.end(), part.begin(), part.end());
   sort_by_key(queue_);
@@ -139,7 +174,7 @@ void SlotOrder::pop() {
   raised_.pop_back();
 }
 
-void SlotOrder::take(std::vector<SlotUse>& uses, const std::uint32_t* pins, std::size_t used,
+void SlotOrder::take(std::span<SlotUse> uses, const std::uint32_t* pins, std::size_t used,
                      const Request& request, std::vector<std::uint32_t>& taken) {
   if (request.wanted == 0 || used == 0) return;
   constexpr std::size_t kAhead = 16;

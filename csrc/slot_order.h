@@ -9,6 +9,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace dynamicemb {
@@ -54,7 +55,7 @@ class SlotOrder {
   };
   // Frees (stamp = 0) the first slots in order, and appends them to `taken`. Pinned slots (pins
   // other than 0; may be null) stay. `used` of the slots in `uses` are not free.
-  void take(std::vector<SlotUse>& uses, const std::uint32_t* pins, std::size_t used,
+  void take(std::span<SlotUse> uses, const std::uint32_t* pins, std::size_t used,
             const Request& request, std::vector<std::uint32_t>& taken);
   // A slot has a new id.
   void note(std::uint32_t slot, const SlotUse& use) {
@@ -66,10 +67,13 @@ class SlotOrder {
   void reset();
 
  private:
-  void start_round(const std::vector<SlotUse>& uses, std::size_t used, std::size_t size,
+  void start_round(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
                    const Request& request);
-  SlotKey sampled_limit(const std::vector<SlotUse>& uses, std::size_t used, std::size_t size,
+  SlotKey sampled_limit(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
                         std::uint64_t now) const;
+  // The slots of [begin, end) below the limit, in order of the slots.
+  void scan(std::span<const SlotUse> uses, std::size_t begin, std::size_t end, SlotKey limit,
+            std::uint64_t now, std::vector<SlotKey>& found) const;
   void merge_added();
   bool next(SlotKey& at) const;
   void pop();

@@ -175,7 +175,7 @@ class _DynamicCollection(nn.Module, ABC):
         optimizer_args: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        configs = _configs(collection)
+        configs = self.configs = _configs(collection)
         names = get_embedding_names_by_table(configs)
         self.names = [name for of_table in names for name in of_table]
         self._names_of = {one.name: of for one, of in zip(configs, names, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,14 @@ from dynamicemb.errors import (
     wrong_type,
     wrong_value,
 )
-from dynamicemb.table.slot_map import MAX_SLOTS, MAX_TIME, SlotMap, SlotMapState, SlotPolicy
+from dynamicemb.table.slot_map import (
+    MAX_COUNT,
+    MAX_SLOTS,
+    MAX_TIME,
+    SlotMap,
+    SlotMapState,
+    SlotPolicy,
+)
 
 Features = dict[str, JaggedTensor]
 ThresholdFilter = Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
@@ -266,7 +273,9 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
                 f"slots {start} to {end} of module {self._name!r} cannot be built out of the "
                 f"segments {[one for one in segments if one >= 0]} of the saved state"
             )
-        ids, slots, counts, last = self._loaded_entries()
+        ids, slots, counts, last = saved_entries(
+            dict(self.named_buffers()), self._zch_size, self._output_global_offset
+        )
         time = int(self._current_iter_tensor.item())
         if len(last) and int(last.max()) > time:
             raise InvalidArgumentError(
@@ -284,17 +293,6 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._loaded = prefix + "_mch_sorted_raw_ids" in state_dict
-
-    def _loaded_entries(self) -> tuple[torch.Tensor, ...]:
-        """(ids, slots, counts, last) of the buffers, without free entries and the shared slot."""
-        ids = self._mch_sorted_raw_ids.cpu()
-        slots = self._mch_remapped_ids_mapping.cpu() - self._output_global_offset
-        zeros = torch.zeros_like(ids)
-        counts = self._mch_counts.cpu() if hasattr(self, "_mch_counts") else zeros
-        last = self._mch_last_access_iter.cpu() if hasattr(self, "_mch_last_access_iter") else zeros
-        used = (slots != self._zch_size - 1) & ((ids != FREE) | (counts > 0) | (last > 0))
-        counts = counts.clamp(0, 2**32 - 1)
-        return ids[used], slots[used], counts[used], last[used]
 
     def rebuild_with_output_id_range(
         self,
@@ -341,6 +339,20 @@ def _slot_policy(
     if kind is SlotPolicy.DISTANCE_LFU:
         options["decay_exponent"] = float(policy._decay_exponent)  # type: ignore[attr-defined]
     return kind, options, policy._threshold_filtering_func, None  # type: ignore[attr-defined]
+
+
+def saved_entries(
+    state: Mapping[str, torch.Tensor], zch_size: int, offset: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, slots, counts, last), int64 [n] each, of a saved state of TorchRec's module or ours,
+    without free entries and the shared slot."""
+    ids = state["_mch_sorted_raw_ids"].cpu()
+    slots = state["_mch_remapped_ids_mapping"].cpu() - offset
+    nothing = torch.zeros_like(ids)
+    counts = state.get("_mch_counts", nothing).cpu().clamp(0, MAX_COUNT)
+    last = state.get("_mch_last_access_iter", nothing).cpu()
+    used = (slots != zch_size - 1) & ((ids != FREE) | (counts > 0) | (last > 0))
+    return ids[used], slots[used], counts[used], last[used]
 
 
 def _with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
