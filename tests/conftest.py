@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from ranks import Ranks
+
 BACKEND = os.environ.get("DYNAMICEMB_TEST_BACKEND", "cpu")
 if BACKEND == "interpreter":
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
@@ -58,6 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that functions run in, started when they are first needed."""
+    pool = Ranks()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True)

@@ -256,3 +256,13 @@ def test_an_update_without_new_ids_is_a_change(tmp_path: Path) -> None:
     assert not torch.equal(rows_of(embedding, IDS), then[1])
     embedding.load_snapshot("b")
     assert_same(content(embedding), then)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_embedding_that_is_gone_gives_its_folder_and_name_back(
+    tmp_path: Path, store: str
+) -> None:
+    embedding = make(tmp_path, store, name="users")
+    embedding(IDS).sum().backward()
+    del embedding
+    make(tmp_path, store, name="users")

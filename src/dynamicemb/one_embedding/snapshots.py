@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -62,7 +63,7 @@ class Snapshots:
         self._physical_block_size = physical_block_size
         self._about = about
         self._limit = limit
-        self._insert = insert
+        self._insert = weakref.WeakMethod(insert)  # of the module that has this
         self._mark: int | None = None  # of the table, when the store had all its rows
         self.changed = True  # since the last snapshot that was taken or loaded
         self.last: str | None = None
@@ -332,7 +333,9 @@ class Snapshots:
         scores: torch.Tensor,
     ) -> None:
         device = self.table.device
-        self._insert(*(part.to(device) for part in (ids, embeddings, state, scores)))
+        insert = self._insert()
+        assert insert is not None
+        insert(*(part.to(device) for part in (ids, embeddings, state, scores)))
 
     # ---- what else a snapshot has ----
 
