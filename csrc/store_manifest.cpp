@@ -1,7 +1,9 @@
 #include "store_manifest.h"
 
+#include <algorithm>
 #include <charconv>
-#include <sstream>
+#include <cstdio>
+#include <string_view>
 
 #include "checksum.h"
 
@@ -20,25 +22,22 @@ int digit(char c) {
 
 }  // namespace
 
+// Strings instead of streams: a stream needs the C++ library's locales, and a process may have
+// several copies of that library, of which torch brings one.
 std::string Manifest::text() const {
-  std::ostringstream out;
-  out << "dynamicemb-ssd 1\nrows " << shape.payload << ' ' << shape.block << ' ' << shape.capacity
-      << "\nnext " << next << '\n';
-  for (const Entry& entry : segments) {
-    out << "segment " << entry.number << ' ';
-    if (entry.records == kAll)
-      out << "all\n";
-    else
-      out << entry.records << '\n';
-  }
-  out << "note ";
+  const auto number = [](uint64_t value) { return std::to_string(value); };
+  std::string body = "dynamicemb-ssd 1\nrows " + number(shape.payload) + ' ' + number(shape.block) +
+                     ' ' + number(shape.capacity) + "\nnext " + number(next) + '\n';
+  for (const Entry& entry : segments)
+    body += "segment " + number(entry.number) + ' ' +
+            (entry.records == kAll ? "all" : number(entry.records)) + '\n';
+  body += "note ";
   for (const char c : note) {
     static constexpr char kDigits[] = "0123456789abcdef";
-    out << kDigits[static_cast<unsigned char>(c) >> 4]
-        << kDigits[static_cast<unsigned char>(c) & 15];
+    body += kDigits[static_cast<unsigned char>(c) >> 4];
+    body += kDigits[static_cast<unsigned char>(c) & 15];
   }
-  out << '\n';
-  const std::string body = out.str();
+  body += '\n';
   return body + "xxh64 " + hexadecimal(xxh64(body.data(), body.size())) + "\n";
 }
 
@@ -49,34 +48,46 @@ Manifest Manifest::parse(const std::string& text, const std::string& path) {
   const std::string body = text.substr(0, last + 1);
   if (text.substr(last + 1) != "xxh64 " + hexadecimal(xxh64(body.data(), body.size())) + "\n")
     refuse("it is damaged (its checksum does not fit)");
-  std::istringstream in(body);
+  std::string_view rest(body);
+  // The next word of the line, without the space or the end of the line after it.
+  const auto word = [&] {
+    const size_t end = std::min(rest.find_first_of(" \n"), rest.size());
+    const std::string_view found = rest.substr(0, end);
+    rest.remove_prefix(std::min(end + 1, rest.size()));
+    return found;
+  };
+  const auto number = [&](auto& value) {
+    const std::string_view digits = word();
+    const char* end = digits.data() + digits.size();
+    const auto result = std::from_chars(digits.data(), end, value);
+    if (result.ec != std::errc() || result.ptr != end) refuse("it has a number that is none");
+  };
   Manifest manifest;
-  std::string word, version;
-  in >> word >> version;
-  if (word != "dynamicemb-ssd" || version != "1") refuse("another format than version 1");
-  while (in >> word) {
-    if (word == "rows") {
-      in >> manifest.shape.payload >> manifest.shape.block >> manifest.shape.capacity;
-    } else if (word == "next") {
-      in >> manifest.next;
-    } else if (word == "segment") {
+  const std::string_view kind = word(), version = word();
+  if (kind != "dynamicemb-ssd" || version != "1") refuse("another format than version 1");
+  while (!rest.empty()) {
+    const std::string_view line = word();
+    if (line == "rows") {
+      number(manifest.shape.payload);
+      number(manifest.shape.block);
+      number(manifest.shape.capacity);
+    } else if (line == "next") {
+      number(manifest.next);
+    } else if (line == "segment") {
       Entry entry{};
-      std::string records;
-      in >> entry.number >> records;
-      if (records == "all") {
+      number(entry.number);
+      if (rest.starts_with("all\n")) {
         entry.records = kAll;
+        word();
       } else {
-        const auto result =
-            std::from_chars(records.data(), records.data() + records.size(), entry.records);
-        if (result.ec != std::errc()) refuse("it has a number of records that is none");
+        number(entry.records);
       }
       if (!manifest.segments.empty() && manifest.segments.back().number >= entry.number)
         refuse("its segments are not in order");
       manifest.segments.push_back(entry);
-    } else if (word == "note") {
-      std::string digits;
-      std::getline(in, digits);
-      for (size_t i = 1; i + 1 < digits.size(); i += 2) {
+    } else if (line == "note") {
+      const std::string_view digits = word();
+      for (size_t i = 0; i + 1 < digits.size(); i += 2) {
         const int high = digit(digits[i]), low = digit(digits[i + 1]);
         if (high < 0 || low < 0) refuse("its note is not hexadecimal");
         manifest.note.push_back(static_cast<char>(high << 4 | low));
