@@ -197,6 +197,12 @@ class _DynamicCollection(nn.Module, ABC):
         if keep_rows:
             self._keep_rows(self._modules_of(collection))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the dynamic tables are."""
+        first: Any = self.groups[0]
+        return first.tables.device  # type: ignore[no-any-return]
+
     def group_names(self, group: _Group) -> list[str]:
         """The output names of a group's features."""
         return [name for table in group.tables.table_names for name in self._names_of[table]]
@@ -255,6 +261,18 @@ class DynamicEmbeddingCollection(_DynamicCollection):
         super().__init__(collection, *args, **kwargs)
         self._need_indices = collection.need_indices()
 
+    def embedding_configs(self) -> list[BaseEmbeddingConfig]:
+        return self.configs
+
+    def embedding_dim(self) -> int:
+        return int(self.configs[0].embedding_dim)
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        return list(self._names_of.values())
+
+    def need_indices(self) -> bool:
+        return bool(self._need_indices)
+
     @staticmethod
     def _modes(
         configs: Sequence[BaseEmbeddingConfig],
@@ -304,6 +322,12 @@ class DynamicEmbeddingBagCollection(_DynamicCollection):
     def __init__(self, collection: EmbeddingBagCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(collection, *args, **kwargs)
         self._weighted = bool(collection.is_weighted())
+
+    def embedding_bag_configs(self) -> list[BaseEmbeddingConfig]:
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        return self._weighted
 
     @staticmethod
     def _modes(
