@@ -353,6 +353,26 @@ def test_tiers() -> None:
     }
 
 
+def test_torchrec_dynamic_embedding() -> None:
+    tde = pytest.importorskip("torchrec_dynamic_embedding")
+    pytest.importorskip("torchrec")
+    assert set(tde.__all__) == {"save", "wrap"}
+    assert defaults(tde.wrap) == {
+        "url": "",
+        "dataloader": "",
+        "module": "",
+        "configs_dict": "",
+        "data_info": "None",
+        "eviction_config": "None",
+        "transform_config": "None",
+        "ps_config": "None",
+        "parallel": "True",
+        "num_prefetch": "0",
+        "in_flight": "0",
+    }
+    assert defaults(tde.save) == {"module": ""}
+
+
 def test_serving() -> None:
     assert set(serving.__all__) == {"ServingTable", "build_serving_index"}
     assert defaults(serving.ServingTable) == {

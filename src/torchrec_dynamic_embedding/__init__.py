@@ -1,3 +1,5 @@
 """A parameter server under a TorchRec model: another name of ``dynamicemb.tde``."""
 
-import dynamicemb.tde  # noqa: F401  defines torch.ops.tde
+from dynamicemb.tde import __getattr__, ops  # noqa: F401  ops defines torch.ops.tde
+
+__all__ = ["save", "wrap"]
