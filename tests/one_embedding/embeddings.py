@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 def store_options(store: str, path: str | Path | list[str], **options: Any) -> dict[str, Any]:
-    """Options of a store of a kind; caches of 1 MiB."""
+    """Options of a store of a kind (those of ``STORES``, and "host_and_ssd"); caches of 1 MiB."""
     where: Any = path if isinstance(path, list) else str(path)
     if store == "device_mem":
         options = {"capacity": 100_000} | options
@@ -25,6 +25,8 @@ def store_options(store: str, path: str | Path | list[str], **options: Any) -> d
     if store == "cached_host_mem":
         options = {"capacity": 100_000} | options
         return one_embedding.make_cached_host_mem_store_options(1, where, **options)
+    if store == "host_and_ssd":  # a second cache, in main memory
+        options = {"host_cache_budget_mb": 3} | options
     return one_embedding.make_cached_ssd_store_options(1, where, **options)
 
 

@@ -13,7 +13,7 @@ from embeddings import DIM, STORES, make, rows_of, store_options, train, uniform
 
 from dynamicemb import DynamicEmbDump, DynamicEmbLoad, one_embedding
 from dynamicemb.errors import InvalidArgumentError, UsageError
-from dynamicemb.tiers import CachedTable
+from dynamicemb.tiers import CachedTable, Stack
 
 WIDE = 64
 #: (optimizer, options of the store that fit it)
@@ -53,7 +53,7 @@ def _train_on_all(
 
 @pytest.mark.parametrize(
     ("store", "optimizer"),
-    [("cached_host_mem", "SGD"), ("cached_host_mem", "Adam")]
+    [("cached_host_mem", "SGD"), ("cached_host_mem", "Adam"), ("host_and_ssd", "Adam")]
     + [("cached_ssd", optimizer) for optimizer in OPTIMIZERS],
 )
 def test_a_table_ten_times_its_cache_trains_to_the_same_bits(
@@ -69,6 +69,11 @@ def test_a_table_ten_times_its_cache_trains_to_the_same_bits(
     ids, batch = 11 * rows, rows // 8 * 2
     losses = _train_on_all(embedding, make_optimizer(embedding.parameters()), ids=ids, batch=batch)
     assert len(cached) > 10 * rows
+    assert 0.9 * 2**20 < cached.cache_stats().bytes < 1.05 * 2**20  # the budget
+    if store == "host_and_ssd":
+        assert isinstance(cached.store, Stack)
+        assert 2.7 * 2**20 < cached.store.upper.stats().bytes_in_memory < 3.15 * 2**20
+        assert cached.store.lower.size() > 5 * rows
     assert cached.cache_stats().brought_up > 0
 
     memory = make(

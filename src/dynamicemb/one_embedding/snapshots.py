@@ -64,7 +64,8 @@ class Snapshots:
         self._about = about
         self._limit = limit
         self._insert = weakref.WeakMethod(insert)  # of the module that has this
-        self._mark: int | None = None  # of the table, when the store had all its rows
+        # Of the table, when the store had all its rows, with their state's optimizer.
+        self._mark: tuple[int, OptimizerKind] | None = None
         self.changed = True  # since the last snapshot that was taken or loaded
         self.last: str | None = None
 
@@ -119,14 +120,13 @@ class Snapshots:
 
     def _write_rows(self, store: SsdStore) -> None:
         """Bring the store up to the table."""
-        mark = _mark(self.table)
-        changed_since = self._mark if mark is not None else None
+        before, mark = self._mark, _mark(self.table)
         self._mark = None  # until the store has all
-        if changed_since is None:
+        if before is None or mark is None or before[1] is not mark[1]:
             store.clear()
             batches = self.table.export()
         else:
-            batches = self.table.export(changed_since=changed_since)
+            batches = self.table.export(changed_since=before[0])
         for rows in batches:
             store.insert(type(rows)(*(part.cpu() for part in vars(rows).values())))
         self._mark = mark
@@ -368,10 +368,10 @@ class Snapshots:
         self.table.restore_progress(Progress(**{**note["progress"], "seed": seed}))
 
 
-def _mark(table: Table) -> int | None:
-    """A mark, if the table knows what changes after it."""
+def _mark(table: Table) -> tuple[int, OptimizerKind] | None:
+    """A mark of now, if the table knows what changes after it."""
     try:
-        return None if isinstance(table, CachedTable) else table.mark_changes()
+        return table.mark_changes(), table.optimizer.kind
     except UsageError:
         return None
 

@@ -632,7 +632,8 @@ class CachedTable(Table):
         check_integer("rows", rows, minimum=0, maximum=2**63 - 1)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """As :meth:`Table.set_optimizer`; another kind only while the store has no rows."""
+        """As :meth:`Table.set_optimizer`; another size of state only while the store has no
+        rows."""
         with self.lock:
             checked = self.cache._checked_optimizer(optimizer)
             if checked.kind is not self.cache.optimizer.kind:
@@ -652,13 +653,17 @@ class CachedTable(Table):
     def _restart_state(self, optimizer: Optimizer) -> None:
         """The state of all rows below starts again, for an optimizer with as many numbers."""
         self._drain()
-        ids = torch.cat([torch.empty(0, dtype=torch.int64), *(r.ids for r in self.store.export())])
-        initial = optimizer.initial_state(self.dim)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        ids = torch.cat([none, *(rows.ids for rows in self.store.export())])
+        initial = optimizer.initial_state(self.dim).cpu()
         for part in ids.split(65536):
             found = self.store.find(part)
             state = initial.expand_as(found.state).contiguous()
             self.store.insert(Rows(part, found.embeddings, state, found.scores))
         self._forget(ids)
+        self._cache_marks.clear()  # all rows changed
+        if self._written is not None:
+            self._written.forget(self._mark)
 
     def make_group(self, tables: Sequence[Table]) -> TableGroup:
         from dynamicemb.tiers.cached_group import CachedTableGroup  # it imports this module
