@@ -202,3 +202,14 @@ def test_a_host_store_evicts_by_score_beyond_its_capacity() -> None:
     assert len(table) <= 64 + 32
     assert table.stats().evictions > 0
     assert table.contains(torch.arange(392, 400)).all()
+
+
+def test_a_host_store_drops_nothing_before_it_is_as_large_as_it_may_be() -> None:
+    """A bucket may be full long before the table is: it grows then."""
+    table = make(HostStore, max_capacity=2**16)
+    ids = torch.arange(9000)
+    for part in ids.split(16):
+        table.find_or_insert(part)
+    assert len(table) == 9000
+    assert table.stats().evictions == 0
+    assert table.contains(ids).all()

@@ -42,6 +42,7 @@ class HostStore(BoundedStore):
         self._lock = threading.Lock()  # a row is in the table or is leaving, for every reader
         self._leaving: list[Rows] = []
         self._dropped: list[torch.Tensor] | None = None  # ids; None: nobody asks
+        self._drops = 0
         self._flushed_at: int | None = None  # a mark of the table
         self._made_of = options, optimizer
         self._table = self._make_table()
@@ -66,6 +67,7 @@ class HostStore(BoundedStore):
             init_capacity=min(start, capacity),
             max_capacity=capacity,
             score_strategy=strategy,
+            max_load_factor=options.max_load_factor or 0.5,
             caching=False,
             external_storage=None,
             admit_strategy=None,
@@ -97,36 +99,47 @@ class HostStore(BoundedStore):
         rows = self.layout.check(rows)
         with self._lock:
             self._forget_leaving(rows.ids)
-            done = self._table.insert(
-                rows.ids,
-                rows.embeddings,
-                state=rows.state,
-                scores=rows.scores,
-                return_evicted=self._hands_down or self._dropped is not None,
-            )
+            evicted, refused = self._insert(rows)
+            while (len(evicted) or len(refused)) and self._grow():
+                evicted, refused = self._insert(join([evicted, refused]))
             if self._hands_down:
-                assert done.evicted is not None
-                # Rows that found no place because the call is larger than the store go down too.
-                for part in (done.evicted, select(rows, ~done.written)):
-                    if len(part):
-                        self._leaving.append(_last_of_each(part))
+                self._leaving += [_last_of_each(part) for part in (evicted, refused) if len(part)]
                 return
-            if self._dropped is not None and done.evicted is not None:
-                self._dropped.append(done.evicted.ids)
-        if not bool(done.written.all()):
+            if len(refused):  # the call had more rows of a bucket than it has slots
+                more, refused = self._insert(refused)
+                evicted = join([evicted, more])
+            self._drops += len(evicted)
+            if self._dropped is not None:
+                self._dropped.append(evicted.ids)
+        if len(refused):
             raise StoreError(
                 None,
-                f"{int((~done.written).sum())} rows found no room in a host store of "
-                f"{self._table.capacity} slots that evicts nothing; raise max_capacity",
+                f"{len(refused)} rows found no room in a host store of {self._table.capacity} "
+                "slots that evicts nothing; raise max_capacity",
             )
 
+    def _insert(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Write to the table; the rows that left it, and those of the call that found no place."""
+        done = self._table.insert(
+            rows.ids, rows.embeddings, state=rows.state, scores=rows.scores, return_evicted=True
+        )
+        assert done.evicted is not None
+        return done.evicted, select(rows, ~done.written)
+
+    def _grow(self) -> bool:
+        """Grow, if that is possible: one bucket is full before the table is."""
+        table = self._table
+        before = table.capacity
+        if before < table.max_slots:
+            allowed = int(before * table.options.max_load_factor)
+            table.reserve(max(0, allowed - table.size()) + 1)
+        return table.capacity > before
+
     def insert_counting(self, rows: Rows) -> int | None:
-        if self._hands_down:
-            self.insert(rows)
-            return None
-        before = self._table.stats().inserts
+        drops = self._drops
+        new = 0 if self._hands_down else int((~self.contains(torch.unique(rows.ids))).sum())
         self.insert(rows)
-        return self._table.stats().inserts - before
+        return None if self._hands_down or self._drops != drops else new
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         with self._lock:
@@ -203,8 +216,7 @@ class HostStore(BoundedStore):
             bytes_in_memory=stats.bytes + leaving * (8 + self.layout.row_bytes),
             details={
                 "capacity": stats.capacity,
-                "evictions": 0 if self._hands_down else stats.evictions,
-                "handed_down": stats.evictions if self._hands_down else 0,
+                "evictions": self._drops,
             },
         )
 
