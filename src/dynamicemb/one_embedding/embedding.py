@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ class Embedding(DynamicModule):
         self.storage_dim = self.embedding_dim + optimizer.state_dim(self.embedding_dim)
         self.num_tables = len(rows.tables)
         self.rank_id, self.world_size = ranks.rank, ranks.size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank))
         self.is_full_cache = store.in_device_memory
         self._options_text = json.dumps(store_options, sort_keys=True)
         self._snapshots = Snapshots(

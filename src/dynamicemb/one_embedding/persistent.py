@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,7 @@ def make_persistent_table_reader(
     open.
     """
     return PersistentTableReader(
-        _checked_paths(paths),
-        folders.check_name(snapshot_name),
-        *_checked_types(key_type, value_type),
-        check_integer("storage_dim", storage_dim, minimum=1),
-        _checked_block(physical_block_size),
+        _Table.checked(paths, snapshot_name, key_type, value_type, storage_dim, physical_block_size)
     )
 
 
@@ -87,44 +84,46 @@ def make_persistent_table_writer(
     error leaves the ``with`` block there is no snapshot.
     """
     return PersistentTableWriter(
-        _checked_paths(paths),
-        folders.check_name(snapshot_name),
-        *_checked_types(key_type, value_type),
-        check_integer("storage_dim", storage_dim, minimum=1),
-        _checked_block(physical_block_size),
+        _Table.checked(paths, snapshot_name, key_type, value_type, storage_dim, physical_block_size)
     )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The arguments of both functions, checked."""
+
+    paths: list[str]
+    name: str
+    key_type: torch.dtype
+    storage_dim: int
+    physical_block_size: int
+
+    @staticmethod
+    def checked(
+        paths: Any, name: Any, key_type: Any, value_type: Any, storage_dim: Any, block: Any
+    ) -> _Table:
+        check_choice("physical_block_size", block, (512, 4096))
+        _checked_type("value_type", value_type, [torch.float32])
+        return _Table(
+            _checked_paths(paths),
+            folders.check_name(name),
+            _checked_type("key_type", key_type, KEY_TYPES),
+            check_integer("storage_dim", storage_dim, minimum=1),
+            int(block),
+        )
+
+    @property
+    def keys(self) -> np.dtype[Any]:
+        """The type of the keys."""
+        return _NUMPY[self.key_type]
 
 
 class PersistentTableReader:
     """See :func:`make_persistent_table_reader`."""
 
-    def __init__(
-        self,
-        paths: list[str],
-        name: str,
-        key_type: torch.dtype,
-        value_type: torch.dtype,
-        storage_dim: int,
-        physical_block_size: int,
-    ) -> None:
-        self._dtype = _NUMPY[key_type]
-        settings = {
-            "key_type": key_type,
-            "storage_dim": storage_dim,
-            "physical_block_size": physical_block_size,
-        }
-        stamps = _stamps(paths, name)
-        self._open = [(path, name, stamp) for path, stamp in zip(paths, stamps, strict=True)]
-        self._batches: Iterator[tuple[np.ndarray, np.ndarray]] | None = self._read(settings)
-
-    def _read(self, settings: dict[str, Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for path, name, stamp in self._open:
-            with Source(path, name, stamp, **settings) as source:
-                for ids, values, _ in source.batches(BATCH):
-                    keys = ids.numpy()
-                    if self._dtype.itemsize == 4:
-                        keys = keys.astype(np.uint64).astype(np.uint32)
-                    yield keys.view(self._dtype), values.numpy()
+    def __init__(self, table: _Table) -> None:
+        self._batches: Iterator[tuple[np.ndarray, np.ndarray]] | None
+        self._batches = _read(table, _stamps(table.paths, table.name))
 
     def __iter__(self) -> PersistentTableReader:
         return self
@@ -150,23 +149,13 @@ class PersistentTableReader:
 class PersistentTableWriter:
     """See :func:`make_persistent_table_writer`."""
 
-    def __init__(
-        self,
-        paths: list[str],
-        name: str,
-        key_type: torch.dtype,
-        value_type: torch.dtype,
-        storage_dim: int,
-        physical_block_size: int,
-    ) -> None:
-        self._name, self._paths = name, paths
-        self._key_type, self._dtype = key_type, _NUMPY[key_type]
-        self._values, self._storage_dim = _NUMPY[value_type], storage_dim
-        self._routing = Routing("hash_roundrobin", len(paths), 0)
+    def __init__(self, table: _Table) -> None:
+        self._table = table
+        self._routing = Routing("hash_roundrobin", len(table.paths), 0)
         self._stores: list[SsdStore] = []
         try:
-            for path in paths:
-                store = open_rows(path, storage_dim, physical_block_size)
+            for path in table.paths:
+                store = open_rows(path, table.storage_dim, table.physical_block_size)
                 self._stores.append(store)
                 store.clear()
         except BaseException:
@@ -177,15 +166,16 @@ class PersistentTableWriter:
         """Store rows; nothing is stored if an array is wrong."""
         if not self._stores:
             raise UsageError("the writer is closed")
-        if not isinstance(keys, np.ndarray) or keys.dtype != self._dtype or keys.ndim != 1:
-            raise wrong_type("keys", _shape(keys), f"an array of {self._dtype} with one axis")
-        shape = (len(keys), self._storage_dim)
-        if not isinstance(values, np.ndarray) or values.dtype != self._values:
-            raise wrong_type("values", _shape(values), f"an array of {self._values}")
+        table = self._table
+        if not isinstance(keys, np.ndarray) or keys.dtype != table.keys or keys.ndim != 1:
+            raise wrong_type("keys", _shape(keys), f"an array of {table.keys} with one axis")
+        shape = (len(keys), table.storage_dim)
+        if not isinstance(values, np.ndarray) or values.dtype != np.float32:
+            raise wrong_type("values", _shape(values), "an array of float32")
         if values.shape != shape:
             raise wrong_value("values.shape", values.shape, str(shape))
         unsigned = np.ascontiguousarray(keys).view(f"<u{keys.itemsize}")
-        ids = torch.from_numpy(as_ids(unsigned, self._key_type))
+        ids = torch.from_numpy(as_ids(unsigned, table.key_type))
         rows = torch.from_numpy(np.ascontiguousarray(values))
         owner = self._routing.owner(ids)
         for rank, store in enumerate(self._stores):
@@ -197,17 +187,17 @@ class PersistentTableWriter:
         """Save the snapshot in every folder, and give them back."""
         if not self._stores:
             return
-        saved = [folders.saved_in(path) for path in self._paths]
+        saved = [folders.saved_in(path) for path in self._table.paths]
         known = [stamp for one in saved for stamps in one.values() for stamp in stamps]
         stamp = max([time.time_ns(), *(one + 1 for one in known)])
         try:
             for rank, store in enumerate(self._stores):
                 note = {"optimizer": None, "rank": rank, "ranks": len(self._stores)}
-                stored = folders.stored_name(self._name, stamp)
+                stored = folders.stored_name(self._table.name, stamp)
                 store.snapshot(stored, json.dumps(note).encode())
             for store, one in zip(self._stores, saved, strict=True):
-                for old in one[self._name]:
-                    store.drop_snapshot(folders.stored_name(self._name, old))
+                for old in one[self._table.name]:
+                    store.drop_snapshot(folders.stored_name(self._table.name, old))
         finally:
             self._give_back()
 
@@ -223,6 +213,23 @@ class PersistentTableWriter:
             self.close()
         else:
             self._give_back()
+
+
+def _read(table: _Table, stamps: Sequence[int | None]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for path, stamp in zip(table.paths, stamps, strict=True):
+        with Source(
+            path,
+            table.name,
+            stamp,
+            key_type=table.key_type,
+            storage_dim=table.storage_dim,
+            physical_block_size=table.physical_block_size,
+        ) as source:
+            for ids, values, _ in source.batches(BATCH):
+                keys = ids.numpy()
+                if table.keys.itemsize == 4:
+                    keys = keys.astype(np.uint64).astype(np.uint32)
+                yield keys.view(table.keys), values.numpy()
 
 
 def _stamps(paths: list[str], name: str) -> list[int | None]:
@@ -253,25 +260,18 @@ def _checked_paths(paths: Any) -> list[str]:
     return [str(os.fspath(path)) for path in paths]
 
 
-def _checked_types(key_type: Any, value_type: Any) -> tuple[torch.dtype, torch.dtype]:
-    by_name = {numpy: kind for kind, numpy in _NUMPY.items()}
-
-    def plain(name: str, value: Any, allowed: Sequence[torch.dtype]) -> torch.dtype:
-        kind = value
-        if not isinstance(value, torch.dtype):
-            try:
-                kind = by_name.get(np.dtype(value), value)
-            except TypeError:
-                kind = value
-        check_choice(name, kind, allowed)
-        return kind  # type: ignore[no-any-return]
-
-    return plain("key_type", key_type, KEY_TYPES), plain("value_type", value_type, [torch.float32])
-
-
-def _checked_block(block: Any) -> int:
-    check_choice("physical_block_size", block, (512, 4096))
-    return int(block)
+def _checked_type(name: str, value: Any, allowed: Sequence[torch.dtype]) -> torch.dtype:
+    """``value``, a torch or NumPy type, as a torch type."""
+    kind = value
+    if not isinstance(value, torch.dtype):
+        by_name = {numpy: kind for kind, numpy in _NUMPY.items()}
+        try:
+            kind = by_name.get(np.dtype(value), value)
+        except TypeError:
+            kind = value
+    check_choice(name, kind, allowed)
+    assert isinstance(kind, torch.dtype)
+    return kind
 
 
 def _shape(value: Any) -> str:
