@@ -100,11 +100,13 @@ class IDTransformer:
         if now < self._transformer.time:
             raise wrong_value("time", now, f"{self._transformer.time} or more: it cannot go back")
         flat = [tensor.reshape(-1) for tensor in global_ids]
-        ids = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int64)
+        ids = flat[0] if len(flat) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *flat])
         mapped = self._transformer.map(ids.cpu(), time=now, evict=False)
         for tensor, slots in zip(cache_ids, mapped.slots.split(sizes), strict=True):
-            slots = slots.view(tensor.shape).to(tensor.device, tensor.dtype)
-            tensor.copy_(torch.where(slots >= 0, slots, tensor))
+            slots = slots.view(tensor.shape)
+            if mapped.refused:
+                slots = torch.where(slots >= 0, slots, tensor.to(slots))
+            tensor.copy_(slots)
         return TransformResult(mapped.refused == 0, mapped.inserted.pairs())
 
     def evict(self, num_to_evict: int) -> torch.Tensor:
