@@ -29,36 +29,24 @@ class FetchHandle:
     """A fetch that was begun; :meth:`wait` returns when its rows are in the table. If the server
     failed, it raises, and calling it again tries again."""
 
-    def __init__(self, work: Callable[[], None], finished: Callable[[FetchHandle], None]) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self._finished = finished
-        self._future: Future[None] | None = _fetchers.submit(work)
         self._lock = threading.Lock()
-        self._events: list[Any] = []
+        self._future: Future[Any] | None = None
+        self._event: Any = None
         self.done = False
+
+    def start(self) -> None:
+        self._future = _fetchers.submit(self._work)
 
     def wait(self) -> None:
         with self._lock:
-            if self.done:
-                self._order()
-                return
-            future, self._future = self._future, None
-            if future is None:
-                self._work()
-            else:
-                future.result()
-            self.done = True
-            self._finished(self)
-            self._order()
-
-    def _order(self) -> None:
-        """What this thread's stream does from now on comes after the rows were written."""
-        for event in self._events:
-            torch.cuda.current_stream(event.device).wait_event(event)
-
-    def record(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self._events = [torch.cuda.current_stream(device).record_event()]
+            if not self.done:
+                future, self._future = self._future, None
+                self._event = self._work() if future is None else future.result()
+                self.done = True
+        if self._event is not None:  # what this thread's stream does comes after the rows
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
 
 class _ShardServer:
@@ -160,26 +148,24 @@ class PS:
         """:meth:`fetch`, with ``new_rows`` for those that the server does not have (``None``: they
         stay as they are)."""
         ids = _pairs(ids).clone()
-        box: list[FetchHandle] = []
 
-        def work() -> None:
+        def work() -> Any:
             for server in self._servers:
                 mine = ids[server.shard.here(ids[:, 1])]
                 if len(mine):
                     self._fetch(server, mine, new_rows)
-            if box and self._servers:
-                box[0].record(self._servers[0].shard.tensors[0].device)
+            with self._lock:
+                self._unfinished.pop(handle, None)
+            devices = [server.shard.tensors[0].device for server in self._servers]
+            if devices and devices[0].type == "cuda":
+                return torch.cuda.current_stream(devices[0]).record_event()
+            return None
 
-        handle = FetchHandle(work, self._finish)
-        box.append(handle)
+        handle = FetchHandle(work)
         with self._lock:
-            if not handle.done:
-                self._unfinished[handle] = ids[:, 0]
+            self._unfinished[handle] = ids[:, 0]
+        handle.start()
         return handle
-
-    def _finish(self, handle: FetchHandle) -> None:
-        with self._lock:
-            self._unfinished.pop(handle, None)
 
     def settle(self) -> None:
         """Try again what could not be fetched."""
@@ -193,19 +179,23 @@ class PS:
         wanted, slots = ids[:, 0].contiguous(), ids[:, 1]
         found, rows = server.behind.find(wanted)
         rest = (~found).nonzero().squeeze(1)
-        if len(rest):
-            there, values = server.rows.pull(wanted[rest])
-            found[rest], rows[rest] = there, values
+        if len(rest) == len(wanted):
+            found, rows = server.rows.pull(wanted)
+        elif len(rest):
+            found[rest], rows[rest] = server.rows.pull(wanted[rest])
+        missing = (~found).nonzero().squeeze(1)
+        if not len(missing):
+            server.shard.write(slots, rows)
+            return
+        if new_rows is None:
+            server.shard.write(slots[found], rows[found])
+            return
         row_format = server.shard.row_format
-        if bool(found.any()):
-            server.shard.write(slots[found], row_format.unpack(rows[found]))
-        missing = ~found
-        if new_rows is not None and bool(missing.any()):
-            begin = server.shard.column
-            width = row_format.parts[0].count
-            weight = new_rows(wanted[missing])[:, begin : begin + width]
-            states = [torch.zeros(len(weight), part.count) for part in row_format.parts[1:]]
-            server.shard.write(slots[missing], [weight, *states])
+        begin, width = server.shard.column, row_format.parts[0].count
+        weight = new_rows(wanted[missing])[:, begin : begin + width]
+        states = [torch.zeros(len(weight), part.count) for part in row_format.parts[1:]]
+        rows[missing] = row_format.pack([weight, *states])
+        server.shard.write(slots, rows)
 
     def close(self) -> None:
         """Write what is on its way, and give the connections back."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -48,15 +49,39 @@ class LocalShard:
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """uint8 [n, bytes]: copies of the rows of slots in this shard."""
-        at = (slots - self.row_begin).to(self.tensors[0].device)
-        return self.row_format.pack([one.data.index_select(0, at) for one in self.tensors])
+        at = slots - self.row_begin
+        views = self._bytes()
+        if views is None:
+            at = at.to(self.tensors[0].device)
+            return self.row_format.pack([one.data.index_select(0, at) for one in self.tensors])
+        out = np.empty((len(at), self.row_format.nbytes), np.uint8)
+        begin = 0
+        for view in views:
+            out[:, begin : begin + view.shape[1]] = view[at.numpy()]
+            begin += view.shape[1]
+        return torch.from_numpy(out)
 
-    def write(self, slots: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Overwrite rows; one tensor per part of the format."""
-        at = (slots - self.row_begin).to(self.tensors[0].device)
-        for one, part in zip(self.tensors, parts, strict=True):
-            # .data: autograd must not take rows of a later batch for a change of this one's.
-            one.data.index_copy_(0, at, part.reshape(-1, *one.shape[1:]).to(one))
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrite rows of slots in this shard."""
+        at = slots - self.row_begin
+        views = self._bytes()
+        if views is None:
+            at = at.to(self.tensors[0].device)
+            for one, part in zip(self.tensors, self.row_format.unpack(rows), strict=True):
+                # .data: autograd must not take rows of a later batch for a change of this one's.
+                one.data.index_copy_(0, at, part.reshape(-1, *one.shape[1:]).to(one))
+            return
+        begin = 0
+        for view in views:
+            view[at.numpy()] = rows[:, begin : begin + view.shape[1]].numpy()
+            begin += view.shape[1]
+
+    def _bytes(self) -> list[Any] | None:
+        """The tensors as NumPy's uint8 [rows, bytes], where they are in main memory. NumPy, because
+        torch's own threads would take the processors from the training step."""
+        if any(one.device.type != "cpu" or not one.is_contiguous() for one in self.tensors):
+            return None
+        return [one.data.view(self.rows, -1).view(torch.uint8).numpy() for one in self.tensors]
 
 
 def local_shards(tensors: Sequence[Any]) -> tuple[list[LocalShard], bool]:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import numpy as np
 import torch
 
 from dynamicemb.tiers.remote.rows import RemoteRows
 
 #: Bytes on their way; beyond it, :meth:`WriteBack.put` waits.
 MAX_BYTES = 256 << 20
+
+
+class _Rows:
+    """Rows of distinct ids, that can be found."""
+
+    def __init__(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self.ids, self.rows = ids, rows
+        self.order = np.argsort(ids.numpy())
+        self.sorted = ids.numpy()[self.order]
 
 
 class WriteBack:
@@ -22,7 +32,7 @@ class WriteBack:
 
     def __init__(self, server: RemoteRows) -> None:
         self._server = server
-        self._waiting: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # ids ascending
+        self._waiting: deque[_Rows] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -32,10 +42,10 @@ class WriteBack:
         """Write rows of distinct ids, later."""
         if not len(ids):
             return
-        order = ids.argsort()
+        taken = _Rows(ids, rows)
         with self._changed:
             # Taken in any case: the caller has no other place for them.
-            self._waiting.append((ids[order], rows[order]))
+            self._waiting.append(taken)
             self._bytes += rows.numel()
             self._start()
             while self._bytes > MAX_BYTES and self._error is None:
@@ -47,11 +57,13 @@ class WriteBack:
         rows = torch.zeros(len(ids), self._server.format.nbytes, dtype=torch.uint8)
         with self._changed:
             waiting = list(self._waiting)
-        for known, values in waiting:  # the latest is the truth
-            at = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
-            here = known[at] == ids
-            found |= here
-            rows[here] = values[at[here]]
+        for one in waiting:  # the latest is the truth
+            at = np.searchsorted(one.sorted, ids.numpy())
+            at[at == len(one.sorted)] = 0
+            here = torch.from_numpy(one.sorted[at] == ids.numpy())
+            if bool(here.any()):
+                found |= here
+                rows[here] = one.rows[torch.from_numpy(one.order[at])[here]]
         return found, rows
 
     def raise_error(self) -> None:
@@ -90,14 +102,14 @@ class WriteBack:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                ids, rows = self._waiting[0]
+                first = self._waiting[0]
             try:
-                self._server.push(ids, rows)
+                self._server.push(first.ids, first.rows)
             except Exception as error:
                 with self._changed:
                     self._error = error
                 continue
             with self._changed:
                 self._waiting.popleft()
-                self._bytes -= rows.numel()
+                self._bytes -= first.rows.numel()
                 self._changed.notify_all()
