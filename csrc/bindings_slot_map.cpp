@@ -49,12 +49,13 @@ void bind_slot_map(nb::module_& m) {
       .def_prop_ro("draws", &SlotMap::draws)
       .def(
           "find",
-          [](const SlotMap& self, Address ids, size_t n, int threads, Address slots) {
+          [](const SlotMap& self, Address ids, size_t n, int threads, Address slots,
+             int64_t missing, int64_t offset) {
             nb::gil_scoped_release release;
             std::shared_lock lock(self.mutex());
-            self.find(at<uint64_t>(ids), n, threads, at<int64_t>(slots));
+            self.find(at<uint64_t>(ids), n, threads, at<int64_t>(slots), missing, offset);
           },
-          "ids"_a, "n"_a, "threads"_a, "slots"_a)
+          "ids"_a, "n"_a, "threads"_a, "slots"_a, "missing"_a, "offset"_a)
       .def(
           "map",
           [](SlotMap& self, Address ids, size_t n, Address counts, uint64_t time, bool evict,

@@ -152,7 +152,8 @@ void SlotMap::grow_index() {
   slot_of_ = std::move(slot_of);
 }
 
-void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots) const {
+void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots, int64_t missing,
+                   int64_t offset) const {
   const uint32_t* slot_of = slot_of_.data();
   parallel_for(threads, (n + kChunk - 1) / kChunk, [&](size_t task) {
     const size_t begin = task * kChunk, count = std::min(kChunk, n - begin);
@@ -161,7 +162,7 @@ void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots) c
     for (size_t i = 0; i < count; ++i) {
       if (i + kFarAhead < count && found[i + kFarAhead] != kNoSlot)
         prefetch_near(slot_of + found[i + kFarAhead]);
-      slots[begin + i] = found[i] == kNoSlot ? -1 : int64_t{slot_of[found[i]]};
+      slots[begin + i] = found[i] == kNoSlot ? missing : offset + slot_of[found[i]];
     }
   });
 }

@@ -69,8 +69,9 @@ class SlotMap {
   uint64_t time() const { return time_; }
   uint64_t draws() const { return draws_; }
 
-  // slots[i] of ids[i], or -1. Changes nothing.
-  void find(const uint64_t* ids, size_t n, int threads, int64_t* slots) const;
+  // slots[i] of ids[i] + offset, or `missing`. Changes nothing.
+  void find(const uint64_t* ids, size_t n, int threads, int64_t* slots, int64_t missing = -1,
+            int64_t offset = 0) const;
   // Finds or inserts; counts (null: 1 each) are added to the uses. An id that is refused has -1.
   // Slots of ids of this batch are not evicted by it.
   Mapped map(const uint64_t* ids, size_t n, const int64_t* counts, const MapOptions& options,

@@ -163,9 +163,15 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
         values = [one.values() for one in features.values()]
         together = values[0] if len(values) == 1 else torch.cat(values)
         ids = _in_memory(together)
-        slots = self._admitted(ids) if self._filter is not None else self._insert(ids).slots
-        if len(values) == 1:  # remap follows, with the same tensor
-            self._mapped = (values[0], slots)
+        if self._filter is not None:
+            self._admit(ids)
+        else:
+            mapped = self._insert(ids)
+            if len(values) == 1 and mapped.refused == 0:  # remap follows, with the same tensor
+                slots = mapped.slots
+                if self._output_global_offset:
+                    slots += self._output_global_offset
+                self._mapped = (values[0], slots)
         self._current_iter_tensor.fill_(self.slot_map.time)
         return features
 
@@ -178,17 +184,13 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
         """The ids' slots; the last slot for ids that have none. ``mutate_miss_lengths`` and
         ``write_weights`` mean nothing here, as in ``MCHManagedCollisionModule``."""
         remapped = {}
+        offset, shared = self._output_global_offset, self._output_global_offset + self._zch_size - 1
         for name, one in features.items():
             values = one.values()
             if self._mapped is not None and self._mapped[0] is values:
                 slots = self._mapped[1]
             else:
-                slots = self.slot_map.find(_in_memory(values))
-            missing = slots < 0
-            if missing.any():
-                slots = torch.where(missing, self._zch_size - 1, slots)
-            if self._output_global_offset:
-                slots = slots + self._output_global_offset
+                slots = self.slot_map.find(_in_memory(values), missing=shared, offset=offset)
             remapped[name] = _with_values(one, slots.to(values.device))
         self._mapped = None
         return remapped
@@ -206,8 +208,8 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
             self._evicted.append(mapped.evicted.slots)
         return mapped
 
-    def _admitted(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of ``ids`` where the threshold filter decides which new ids get one."""
+    def _admit(self, ids: torch.Tensor) -> None:
+        """Give slots to the ids that the threshold filter lets in."""
         assert self._filter is not None
         distinct, counts = torch.unique(ids, return_counts=True)
         self._history.append((distinct, counts))
@@ -223,7 +225,6 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
         known = self.slot_map.find(distinct) >= 0
         passed = known | mask.to("cpu")[torch.searchsorted(seen, distinct)]
         self._insert(distinct[passed], counts[passed])
-        return self.slot_map.find(ids)
 
     # ---- slots ----
 

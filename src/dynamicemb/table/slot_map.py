@@ -140,11 +140,12 @@ class SlotMap:
         """The time of the last call that had one."""
         return self._engine.time
 
-    def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: the slots of ``ids`` (int64 [n]), -1 where there is none. Changes nothing."""
+    def find(self, ids: torch.Tensor, *, missing: int = -1, offset: int = 0) -> torch.Tensor:
+        """int64 [n]: the slots of ``ids`` (int64 [n]) plus ``offset``, and ``missing`` where there
+        is none. Changes nothing."""
         ids = _checked("ids", ids)
         slots = torch.empty_like(ids)
-        self._engine.find(ids.data_ptr(), len(ids), threads(), slots.data_ptr())
+        self._engine.find(ids.data_ptr(), len(ids), threads(), slots.data_ptr(), missing, offset)
         return slots
 
     def map(
