@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dict_store import DictStore
-from stores import ADAM, WRITE
+from stores import ADAM, READ, WRITE
 
 from dynamicemb import (
     DynamicEmbTableOptions,
@@ -129,6 +129,28 @@ def test_a_full_disk_loses_no_row_and_work_resumes(tmp_path: Path) -> None:
     found = table.find(torch.arange(100_000))
     assert found.found.all()
     assert torch.equal(found.embeddings[:, 0], torch.arange(100_000).float())
+
+
+def test_a_disk_that_cannot_read_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    files = _engine.FailingFiles(READ, 40, 3, errno.EIO)
+    table = make(SsdStore.at(tmp_path / "s", files=files), max_capacity=2**16)
+    errors = []
+    generator = torch.Generator().manual_seed(1)
+    for k in range(300):
+        ids = torch.randint(0, 400, (8,), generator=generator) + (0 if k > 60 else k * 8)
+        for _ in range(5):  # until the disk reads again
+            try:
+                table.find_or_insert(ids)
+                break
+            except StoreError as error:
+                errors.append(error)
+        if k % 10 == 9:
+            table.flush()
+    assert 1 <= len(errors) <= 3
+    assert all(error.errno == errno.EIO and str(tmp_path) in str(error) for error in errors)
+    found = table.find(torch.arange(400))
+    assert torch.equal(found.embeddings[found.found][:, 0], torch.arange(400.0)[found.found])
+    assert int(found.found.sum()) > 300
 
 
 class _Stubborn(DictStore):
