@@ -307,11 +307,13 @@ def test_table_methods() -> None:
 def test_incremental_dump() -> None:
     assert set(incremental_dump.__all__) == {
         "Delta",
+        "Published",
         "apply_delta",
         "dump_delta",
         "get_score",
         "incremental_dump",
         "is_valid_score_threshold",
+        "publish",
         "set_score",
         "track_removals",
     }
@@ -374,7 +376,14 @@ def test_torchrec_dynamic_embedding() -> None:
 
 
 def test_serving() -> None:
-    assert set(serving.__all__) == {"ServingTable", "build_serving_index"}
+    assert set(serving.__all__) == {"PublishedTable", "ServingTable", "build_serving_index"}
+    assert defaults(serving.PublishedTable) == {
+        "url": "",
+        "name": "",
+        "dim": "",
+        "dtype": "torch.float32",
+    }
+    assert defaults(incremental_dump.publish) == {"url": "", "model": "", "table_names": "None"}
     assert defaults(serving.ServingTable) == {
         "path": "",
         "table_name": "None",

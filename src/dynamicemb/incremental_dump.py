@@ -8,14 +8,17 @@ from dynamicemb.checkpoint.incremental import (
     set_score,
     track_removals,
 )
+from dynamicemb.checkpoint.publish import Published, publish
 
 __all__ = [
     "Delta",
+    "Published",
     "apply_delta",
     "dump_delta",
     "get_score",
     "incremental_dump",
     "is_valid_score_threshold",
+    "publish",
     "set_score",
     "track_removals",
 ]

@@ -1,5 +1,6 @@
-"""Read-only tables over the files of a checkpoint."""
+"""Read-only tables: over the files of a checkpoint, and over a server that was published to."""
 
+from dynamicemb.checkpoint.publish import PublishedTable
 from dynamicemb.checkpoint.serving import ServingTable, build_serving_index
 
-__all__ = ["ServingTable", "build_serving_index"]
+__all__ = ["PublishedTable", "ServingTable", "build_serving_index"]
