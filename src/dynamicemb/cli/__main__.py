@@ -1,0 +1,7 @@
+"""``python -m dynamicemb.cli``."""
+
+import sys
+
+from dynamicemb.cli.app import main
+
+sys.exit(main())
