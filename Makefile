@@ -20,7 +20,7 @@ $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(wildcard csrc
 	touch $@
 
 train: setup
-	$(PY) examples/click_stream.py
+	$(VENV)/bin/dynamicemb train
 
 test: setup
 	$(PY) -m pytest

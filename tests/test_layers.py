@@ -9,7 +9,10 @@ from pathlib import Path
 import dynamicemb
 
 PACKAGE = Path(dynamicemb.__file__).parent
-LAYERS = ("kernels", "table", "tiers", "nn", "checkpoint", "torchrec", "one_embedding", "tde")
+LAYERS = (
+    *("kernels", "table", "tiers", "nn", "checkpoint", "torchrec", "one_embedding", "tde"),
+    "cli",
+)
 TORCHREC = ("planner", "shard", "managed_collision", "unsharded", "get_planner")
 
 

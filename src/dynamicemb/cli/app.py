@@ -1,0 +1,50 @@
+"""The ``dynamicemb`` command: finds the subcommand, and turns mistakes into one line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from dynamicemb.cli.arguments import suggestion
+from dynamicemb.errors import DynamicEmbError
+
+#: Subcommand -> (module with ``main(arguments) -> exit status``, one line of help).
+COMMANDS = {
+    "train": ("dynamicemb.cli.train", "train a click model with dynamic tables, and report on it"),
+}
+MISTAKE = 2
+
+
+def usage() -> str:
+    lines = "\n".join(f"  {name:10} {help}" for name, (_, help) in COMMANDS.items())
+    return f"usage: dynamicemb COMMAND [options]\n\n{lines}\n\ndynamicemb COMMAND --help says more"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if not given or given[0] in ("-h", "--help"):
+        sys.stdout.write(usage() + "\n")
+        return 0 if given else MISTAKE
+    if given[0] == "--version":
+        from dynamicemb import __version__
+
+        sys.stdout.write(f"dynamicemb {__version__}\n")
+        return 0
+    if given[0] not in COMMANDS:
+        kind = "option" if given[0].startswith("-") else "command"
+        return _failed(f"unknown {kind} {given[0]}{suggestion(given[0], COMMANDS)}\n{usage()}")
+    command: Callable[[Sequence[str]], int]
+    try:
+        command = import_module(COMMANDS[given[0]][0]).main
+        return command(given[1:])
+    except (DynamicEmbError, ImportError) as error:
+        return _failed(str(error))
+
+
+def _failed(message: str) -> int:
+    sys.stderr.write(f"dynamicemb: {message}\n")
+    return MISTAKE

@@ -1,0 +1,113 @@
+"""``dynamicemb train``: train a click model with dynamic tables and show what goes on."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from dynamicemb.cli.arguments import Parser, add_options, build_options
+from dynamicemb.cli.training.options import TrainOptions
+from dynamicemb.cli.yaml import write_yaml
+from dynamicemb.errors import wrong_value
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
+    parser = Parser(
+        prog="dynamicemb train",
+        description="Train a click model with dynamic tables, beside hashed static tables of the "
+        "same memory. Without options: a synthetic stream, about two minutes. The same command "
+        "after a kill goes on from the last checkpoint.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of the same options")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print all options as such a file, and end"
+    )
+    add_options(parser, TrainOptions)
+    given = vars(parser.parse(arguments))
+    options = build_options(TrainOptions, given, given["config"])
+    if given["print_config"]:
+        sys.stdout.write(write_yaml(asdict(options)))
+        return 0
+    return _train(options)
+
+
+def _train(options: TrainOptions) -> int:
+    # torch's own words about sparse gradients and tracing are not for the users of a command.
+    warnings.filterwarnings("ignore", module="torch")
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    torch.set_num_threads(options.threads)
+    from rich.console import Console
+
+    from dynamicemb.cli.training.report import write_report
+    from dynamicemb.cli.training.run import Run
+    from dynamicemb.cli.training.screen import LiveScreen, PlainScreen
+    from dynamicemb.cli.training.stream import ClickStream
+    from dynamicemb.cli.training.summary import summary
+
+    console = Console(highlight=False)
+    source = ClickStream(
+        days=options.days,
+        examples_per_day=options.examples_per_day,
+        new_ids=options.new_ids,
+        seed=options.seed,
+    )
+    device = _device(options.device)
+    run = Run(options, source, device)
+    console.print(f"{source.description}; {options.model}, {device}", soft_wrap=True)
+    if run.resumed_from is not None:
+        console.print(f"goes on from the checkpoint of step {run.resumed_from:,}", soft_wrap=True)
+    live = console.is_terminal and not options.plain
+    screen = LiveScreen(console) if live else PlainScreen(console)
+    with _interrupts() as interrupted, screen:
+        run.train(on_step=screen.update, stop=lambda: bool(interrupted))
+    for line in summary(run):
+        console.print(line, markup=False, soft_wrap=True)
+    if options.report and run.history.points:
+        report = write_report(run, Path(options.out) / "report.html")
+        console.print(f"report: {report}", markup=False, soft_wrap=True)
+    if not run.finished:
+        console.print("stopped with a checkpoint; the same command goes on", soft_wrap=True)
+        return INTERRUPTED
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise wrong_value("--device", name, "cpu; there is no such GPU")
+    return device
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that is not empty any more after Ctrl-C or SIGTERM; a second one ends at once."""
+    seen: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _: object) -> None:
+        seen.append(number)
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,243 @@
+"""One run from its start, or from its last checkpoint, to its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynamicemb.cli.training.batch import Batch, Source
+from dynamicemb.cli.training.history import History, Point, TableMeter
+from dynamicemb.cli.training.learner import Learner, dynamic_learner, hashed_learner
+from dynamicemb.cli.training.metrics import Window
+from dynamicemb.cli.training.options import TrainOptions
+from dynamicemb.cli.training.saving import Checkpoints, load_tables
+from dynamicemb.cli.training.tables import tables_of
+from dynamicemb.cli.training.timer import Timer
+from dynamicemb.errors import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+#: The names of predictors. CEILING knows the true odds, which only a synthetic stream has.
+DYNAMIC, HASHED, CEILING = "dynamic", "hashed", "ceiling"
+
+
+class Run:
+    """The models, the metrics, and the place in the stream.
+
+    ``steps`` and ``examples`` count what was trained on; ``resumed_from`` is the step of the
+    checkpoint this process began with.
+    """
+
+    def __init__(self, options: TrainOptions, source: Source, device: torch.device) -> None:
+        self.options, self.source, self.device = options, source, device
+        self.folder = Path(options.out)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", options.keep)
+        self.steps = self.examples = 0
+        self.finished = False
+        self.resumed_from: int | None = None
+        self._begin({})
+        self._seconds_before = 0.0
+        self._continue()
+        self._started = self._saved_at = time.monotonic()
+
+    # ---- the state ----
+
+    def _begin(self, start: dict[str, int]) -> None:
+        """Make everything anew; ``start``: the capacity of tables that will be loaded."""
+        schema = self.source.schema
+        self.learners: dict[str, Learner] = {
+            DYNAMIC: dynamic_learner(self.options, schema, self.device, start)
+        }
+        if self.options.baseline:
+            self.learners[HASHED] = hashed_learner(self.options, schema, self.device)
+        self.tables = tables_of(self.learners[DYNAMIC].model)
+        self.meter = TableMeter(self.tables)
+        self.history = History()
+        self.timer = Timer(self.device)
+        self.window: Window | None = None
+        self.recent: deque[Batch] = deque()
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.learners[DYNAMIC].model
+
+    @property
+    def seconds(self) -> float:
+        """Time in training, over restarts."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def total(self) -> int | None:
+        """Examples in all, if that is known."""
+        limits = [n for n in (self.source.examples, self.options.max_examples) if n is not None]
+        return min(limits) if limits else None
+
+    @property
+    def _counts_ids(self) -> bool:
+        return self.options.admission.startswith("frequency")
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything."""
+        with self.timer.phase("checkpoint"):
+            state = {
+                "options": asdict(self.options),
+                "finished": self.finished,
+                "steps": self.steps,
+                "examples": self.examples,
+                "seconds": self.seconds,
+                "timer": dict(self.timer.seconds),
+                "learners": {name: one.state() for name, one in self.learners.items()},
+                "tables": self.meter.state(),
+                "history": self.history.to_json(),
+                "window": [torch.from_numpy(one) for one in self.window.state()]
+                if self.window
+                else [],
+                "recent": [[one.ids, one.lengths] for one in self.recent],
+            }
+            path = self.checkpoints.write(self.steps, self.model, state, counter=self._counts_ids)
+        self._saved_at = time.monotonic()
+        self.history.write(self.folder / "metrics.json")
+        return path
+
+    def _continue(self) -> None:
+        """Take up the last good checkpoint of an unfinished run, if there is one."""
+        if self.options.fresh:
+            self.checkpoints.clear()
+            return
+        for path, state in self.checkpoints.states():
+            if state["finished"] and not self._has_more(state):
+                self.checkpoints.clear()
+                return
+            self._check_same(state)
+            try:
+                self._restore(path, state)
+            except CheckpointError as error:
+                logger.warning("%s is left out: %s", path, error)
+                self._begin({})
+                continue
+            self.resumed_from = self.steps
+            return
+
+    def _has_more(self, state: dict[str, Any]) -> bool:
+        """Whether a finished run goes on because it is to be longer now."""
+        more = self.total is not None and self.total > state["examples"]
+        return more and not self.options.difference(state["options"])
+
+    def _check_same(self, state: dict[str, Any]) -> None:
+        changed = self.options.difference(state["options"])
+        if changed:
+            listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            raise UsageError(
+                f"the unfinished run in {self.folder} has other options ({listed}); give the same "
+                "options to go on, --fresh to start over, or another --out"
+            )
+
+    def _restore(self, path: Path, state: dict[str, Any]) -> None:
+        # Tables of the size they had: rows keep their order in a bucket, which breaks ties.
+        self._begin({name: one["capacity"] for name, one in state["tables"].items()})
+        load_tables(path, self.model, counter=self._counts_ids)
+        for name, learner in self.learners.items():
+            learner.restore(state["learners"][name])
+        self.steps, self.examples = state["steps"], state["examples"]
+        self._seconds_before = state["seconds"]
+        self.timer.seconds = dict(state["timer"])
+        self.meter.restore(state["tables"])
+        self.history = History.from_json(state["history"])
+        if state["window"]:
+            rows = state["window"][0].shape[0]
+            self.window = self._new_window(ceiling=rows == 2 + len(self.learners))
+            self.window.restore([one.numpy() for one in state["window"]])
+        nothing = torch.empty(0)
+        self.recent.extend(
+            Batch(nothing, ids, lengths, nothing) for ids, lengths in state["recent"]
+        )
+
+    def _new_window(self, *, ceiling: bool) -> Window:
+        names = (*self.learners, CEILING) if ceiling else tuple(self.learners)
+        return Window(names, self.options.window)
+
+    # ---- training ----
+
+    def train(
+        self, *, on_step: Callable[[Run], None], stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Train to the end of the stream, or until ``stop()``, and save; ``on_step`` is called
+        after every step."""
+        self._started = self._saved_at = time.monotonic()
+        self._last_point = (self.examples, self.seconds)
+        batches = iter(self.source.batches(self.examples, self.options.batch_size))
+        while not stop():
+            with self.timer.phase("data"):
+                batch = next(batches, None)
+                if self.total is not None and batch is not None:
+                    batch = batch if self.examples < self.total else None
+            if batch is None:
+                self.finished = True
+                break
+            self._step(batch)
+            if self.steps % self.options.log_every == 0:
+                self._measure()
+            on_step(self)
+            if self._is_time_to_save():
+                self.save()
+        if self.finished and self.window is not None and self.steps % self.options.log_every:
+            self._measure()
+        if self.steps:
+            self.save()
+
+    def _step(self, batch: Batch) -> None:
+        with self.timer.phase("data"):
+            there = batch.to(self.device)
+        logits = {
+            name: learner.learn(there, self.timer, "" if name == DYNAMIC else f"{name}: ")
+            for name, learner in self.learners.items()
+        }
+        with self.timer.phase("metrics"):
+            if self.window is None:
+                self.window = self._new_window(ceiling=batch.odds is not None)
+            if batch.odds is not None:
+                logits[CEILING] = batch.odds.numpy()
+            self.window.add(batch.labels.numpy(), logits)
+            self.recent.append(batch)
+            while len(self.recent) > len(self.window.state()):  # as long as the window
+                self.recent.popleft()
+        self.steps += 1
+        self.examples += batch.size
+
+    def _measure(self) -> None:
+        assert self.window is not None
+        with self.timer.phase("metrics"):
+            seconds = self.seconds
+            examples, before = self._last_point
+            speed = (self.examples - examples) / max(1e-9, seconds - before)
+            self._last_point = (self.examples, seconds)
+            self.history.points.append(
+                Point(
+                    self.steps,
+                    self.examples,
+                    self.source.day_of(self.examples),
+                    seconds,
+                    speed,
+                    self.window.measure(),
+                    self.meter.read(),
+                )
+            )
+
+    def _is_time_to_save(self) -> bool:
+        every, minutes = self.options.checkpoint_steps, self.options.checkpoint_minutes
+        if every and self.steps % every == 0:
+            return True
+        return bool(minutes) and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def mean_auc(self, name: str) -> float:
+        """The AUC of a predictor, mean over the points of the second half of the run."""
+        values = self.history.series("metrics", name, "auc")
+        return float(np.mean(values[len(values) // 2 :])) if values else float("nan")

@@ -1,0 +1,107 @@
+"""Checkpoints of a run: complete or not there, and the last good one is found again.
+
+A checkpoint is a folder ``step-<N>``: ``tables/`` (a checkpoint of ``DynamicEmbDump``), ``run.pt``
+(dense layers, optimizers, metrics, the place in the stream) and ``run.sha256``. It is written under
+another name and renamed when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynamicemb.checkpoint import DynamicEmbDump, DynamicEmbLoad
+from dynamicemb.errors import CheckpointError, CorruptCheckpointError
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+_UNFINISHED = ".unfinished"
+_NAME = re.compile(r"step-\d+")
+
+
+class Checkpoints:
+    """The checkpoints in a folder."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self._keep = folder, keep
+
+    def found(self) -> list[Path]:
+        """All that were completed, the newest first."""
+        whole = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted(whole, reverse=True)  # names have leading zeros
+
+    def write(self, step: int, model: nn.Module, state: dict[str, Any], *, counter: bool) -> Path:
+        """Write a checkpoint and remove those that are too many."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(old)
+        target = self.folder / f"step-{step:010d}"
+        draft = self.folder / (target.name + _UNFINISHED)
+        draft.mkdir()
+        DynamicEmbDump(draft / "tables", model, optim=True, counter=counter, progress=False)
+        torch.save({"version": VERSION, **state}, draft / "run.pt")
+        (draft / "run.sha256").write_text(_digest(draft / "run.pt"))
+        for file in (draft / "run.pt", draft / "run.sha256", draft):
+            _sync(file)
+        if target.exists():
+            shutil.rmtree(target)
+        draft.rename(target)
+        _sync(self.folder)
+        for old in self.found()[self._keep :]:
+            shutil.rmtree(old)
+        return target
+
+    def states(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Those whose state is whole, the newest first, without their tables."""
+        for path in self.found():
+            try:
+                yield path, _read_state(path)
+            except CheckpointError as error:
+                logger.warning("%s is left out: %s", path, error)
+
+    def clear(self) -> None:
+        """Remove all checkpoints of this folder."""
+        for path in [*self.found(), *self.folder.glob(f"*{_UNFINISHED}")]:
+            shutil.rmtree(path)
+
+
+def load_tables(path: Path, model: nn.Module, *, counter: bool) -> None:
+    """Fill the tables of a model from the checkpoint at ``path``."""
+    DynamicEmbLoad(path / "tables", model, optim=True, counter=counter, progress=False)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    file = path / "run.pt"
+    try:
+        expected = (path / "run.sha256").read_text()
+        if _digest(file) != expected:
+            raise CorruptCheckpointError(f"{file} is not what was written")
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"{file} has version {state.get('version')}; allowed: {VERSION}")
+    return state
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,94 @@
+"""Dynamic tables, and how many rows a hashed table of the same memory has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dynamicemb.admission import (
+    FrequencyAdmissionStrategy,
+    KVCounter,
+    ProbabilityAdmissionStrategy,
+)
+from dynamicemb.capacity import get_table_bytes
+from dynamicemb.cli.training.options import TrainOptions
+from dynamicemb.nn.module import DynamicModule
+from dynamicemb.optimizers import EmbOptimType, get_optimizer_state_dim
+from dynamicemb.options import (
+    DEFAULT_BUCKET_CAPACITY,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    ScoreStrategy,
+    align_to_table_size,
+)
+from dynamicemb.table import Table
+
+OPTIMIZERS: Mapping[str, EmbOptimType] = {
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "sgd": EmbOptimType.SGD,
+    "adam": EmbOptimType.ADAM,
+}
+
+SCORES: Mapping[str, ScoreStrategy] = {
+    "step": DynamicEmbScoreStrategy.STEP,
+    "timestamp": DynamicEmbScoreStrategy.TIMESTAMP,
+    "lfu": DynamicEmbScoreStrategy.LFU,
+    "timestamp_lfu": (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU),
+    "no_eviction": DynamicEmbScoreStrategy.NO_EVICTION,
+}
+
+#: Rows of a table at the start; it doubles as ids come.
+START = 1024
+#: Ids without a row that are counted, for each row.
+COUNTED_PER_ROW = 2
+
+
+def table_options(options: TrainOptions, start: int | None = None) -> DynamicEmbTableOptions:
+    """The options of every table; ``start``: rows at the start, of a run that goes on."""
+    kind, _, number = options.admission.partition(":")
+    admission: dict[str, Any] = {}
+    if kind == "frequency":
+        admission = {
+            "admit_strategy": FrequencyAdmissionStrategy(threshold=int(number)),
+            "admission_counter": KVCounter(capacity=COUNTED_PER_ROW * options.capacity),
+        }
+    elif kind == "probability":
+        admission = {"admit_strategy": ProbabilityAdmissionStrategy(float(number))}
+    capacity = align_to_table_size(options.capacity, DEFAULT_BUCKET_CAPACITY)
+    return DynamicEmbTableOptions(
+        dim=options.dim,
+        max_capacity=capacity,
+        init_capacity=min(capacity, start or START),
+        score_strategy=SCORES[options.score],
+        initializer_args=DynamicEmbInitializerArgs(
+            mode=DynamicEmbInitializerMode.NORMAL, std_dev=options.init_std
+        ),
+        **admission,
+    )
+
+
+def row_bytes(options: TrainOptions) -> int:
+    """Bytes of a row of a static table with its optimizer state."""
+    state = get_optimizer_state_dim(OPTIMIZERS[options.optimizer], options.dim)
+    return 4 * (options.dim + state)
+
+
+def hashed_capacity(options: TrainOptions) -> int:
+    """Rows of a static table with as many bytes as a full dynamic one, its index included."""
+    full = sum(get_table_bytes(table_options(options), OPTIMIZERS[options.optimizer]))
+    return full // row_bytes(options)
+
+
+def tables_of(model: nn.Module) -> list[Table]:
+    """The dynamic tables of a model."""
+    return [
+        table
+        for module in model.modules()
+        if isinstance(module, DynamicModule)
+        for table in module.tables
+    ]

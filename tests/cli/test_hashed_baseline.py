@@ -1,0 +1,64 @@
+"""The baseline has the memory of the dynamic tables, and torch's optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dynamicemb.cli.training.batch import Schema
+from dynamicemb.cli.training.hashed import RowWiseAdagrad, hashed_rows
+from dynamicemb.cli.training.learner import dynamic_learner, hashed_learner
+from dynamicemb.cli.training.options import OPTIMIZER_NAMES, TrainOptions
+from dynamicemb.cli.training.tables import hashed_capacity, row_bytes, tables_of
+
+SCHEMA = Schema(dense=("x",), tables={"user": ("user",)})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_a_full_dynamic_table_and_the_hashed_one_have_the_same_bytes(optimizer: str) -> None:
+    options = TrainOptions(optimizer=optimizer, capacity=4096)
+    learner = dynamic_learner(options, SCHEMA, torch.device("cpu"), {})
+    (table,) = tables_of(learner.model)
+    ids = torch.arange(100_000)
+    table.insert(ids, torch.zeros(len(ids), options.dim))
+    assert len(table) == table.capacity == 4096
+    static = hashed_capacity(options) * row_bytes(options)
+    # Never less than the dynamic one; row-wise sums of a dynamic table are in its index.
+    assert table.stats().bytes <= static * 1.001
+    assert static <= table.stats().bytes * (1.2 if optimizer == "rowwise_adagrad" else 1.001)
+
+
+def test_both_models_start_from_the_same_dense_layers() -> None:
+    options = TrainOptions(capacity=1024)
+    learners = [
+        dynamic_learner(options, SCHEMA, torch.device("cpu"), {}),
+        hashed_learner(options, SCHEMA, torch.device("cpu")),
+    ]
+    dynamic, hashed = (one.parameters() for one in learners)
+    assert len(hashed) == len(dynamic) + 1  # the static table
+    assert all(torch.equal(value, hashed[name]) for name, value in dynamic.items())
+
+
+def test_hashed_rows_are_spread_evenly() -> None:
+    rows = hashed_rows(torch.arange(100_000) - 50_000, 1000)
+    assert rows.min() >= 0
+    counts = torch.bincount(rows, minlength=1000)
+    assert len(counts) == 1000
+    assert counts.max() < 200
+
+
+def test_row_wise_adagrad_is_the_formula_on_the_rows_of_the_batch() -> None:
+    bag = nn.EmbeddingBag(5, 4, sparse=True, mode="sum")
+    before = bag.weight.detach().clone()
+    optimizer = RowWiseAdagrad([bag.weight], lr=0.1)
+    sums = torch.zeros(5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (bag(torch.tensor([[1, 1, 3]])) * torch.arange(1.0, 5)).sum().backward()
+        optimizer.step()
+        for row, count in ((1, 2), (3, 1)):
+            gradient = count * torch.arange(1.0, 5)
+            sums[row] += gradient.square().mean()
+            before[row] -= 0.1 * gradient / (sums[row].sqrt() + 1e-8)
+    torch.testing.assert_close(bag.weight.detach(), before)
