@@ -33,6 +33,11 @@ struct Waiting {
     done = true;
     changed.notify_all();
   }
+  // False: the time is over.
+  bool wait(std::chrono::milliseconds timeout) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, timeout, [this] { return done; });
+  }
 };
 
 class Registry {
@@ -104,20 +109,6 @@ std::shared_ptr<Waiting> make_waiting(const int64_t* ids, size_t n,
   return waiting;
 }
 
-// Calls `work`, which may throw, and waits. False: the time is over.
-template <typename Work>
-bool wait_for(const std::shared_ptr<Waiting>& waiting, void* number,
-              std::chrono::milliseconds timeout, Work work) {
-  try {
-    work();
-  } catch (...) {
-    Registry::instance().remove(number);
-    throw;
-  }
-  std::unique_lock lock(waiting->mutex);
-  return waiting->changed.wait_for(lock, timeout, [&] { return waiting->done; });
-}
-
 const int64_t kColumn = 0;
 
 }  // namespace
@@ -155,15 +146,32 @@ Plugin::Plugin(const std::string& path) : path_(path) {
   type_ = *type;
 }
 
+void PluginStore::fail(const char* name, const std::string& what) const {
+  throw PluginError(std::string(name) + " " + what);
+}
+
+void PluginStore::give_up(const char* name, std::chrono::milliseconds timeout) {
+  given_up_ = true;
+  fail(name, "did not call back in " + std::to_string(timeout.count()) + " ms");
+}
+
+template <typename Work>
+void PluginStore::call(const char* name, void* number, Work work) {
+  const std::lock_guard lock(entry_);
+  try {
+    work();
+  } catch (const std::exception& error) {
+    Registry::instance().remove(number);
+    fail(name, std::string("threw: ") + error.what());
+  } catch (...) {
+    Registry::instance().remove(number);
+    fail(name, "threw something");
+  }
+}
+
 PluginStore::PluginStore(std::shared_ptr<Plugin> plugin, const std::string& config)
     : plugin_(std::move(plugin)) {
-  try {
-    store_ = plugin_->initialize_(config.c_str());
-  } catch (const std::exception& error) {
-    fail("IO_Initialize", std::string("threw: ") + error.what());
-  } catch (...) {
-    fail("IO_Initialize", "threw something");
-  }
+  call("IO_Initialize", nullptr, [&] { store_ = plugin_->initialize_(config.c_str()); });
   if (store_ == nullptr) fail("IO_Initialize", "returned NULL");
 }
 
@@ -173,10 +181,6 @@ PluginStore::~PluginStore() {
     plugin_->finalize_(store_);
   } catch (...) {  // NOLINT: nobody is left to tell
   }
-}
-
-void PluginStore::fail(const char* call, const std::string& what) const {
-  throw PluginError(std::string(call) + " " + what);
 }
 
 void PluginStore::pull(const std::string& table, const int64_t* ids, size_t n,
@@ -196,21 +200,8 @@ void PluginStore::pull(const std::string& table, const int64_t* ids, size_t n,
   parameter.on_complete_context_ = number;
   parameter.on_global_id_fetched_ = on_fetched;
   parameter.on_all_fetched_ = on_done;
-  try {
-    if (!wait_for(waiting, number, timeout, [&] {
-          const std::lock_guard lock(entry_);
-          plugin_->pull_(store_, parameter);
-        })) {
-      given_up_ = true;
-      fail("IO_Pull", "did not call back in " + std::to_string(timeout.count()) + " ms");
-    }
-  } catch (const PluginError&) {
-    throw;
-  } catch (const std::exception& error) {
-    fail("IO_Pull", std::string("threw: ") + error.what());
-  } catch (...) {
-    fail("IO_Pull", "threw something");
-  }
+  call("IO_Pull", number, [&] { plugin_->pull_(store_, parameter); });
+  if (!waiting->wait(timeout)) give_up("IO_Pull", timeout);
   if (!waiting->problem.empty()) fail("IO_Pull", "failed: " + waiting->problem);
   for (size_t i = 0; i < n; i++) {
     const uint8_t* got = waiting->got.data() + i * sizes.size();
@@ -251,21 +242,8 @@ void PluginStore::push(const std::string& table, const int64_t* ids, size_t n,
   parameter.data_ = waiting->rows.data();
   parameter.on_complete_context_ = number;
   parameter.on_push_complete = on_done;
-  try {
-    if (!wait_for(waiting, number, timeout, [&] {
-          const std::lock_guard lock(entry_);
-          plugin_->push_(store_, parameter);
-        })) {
-      given_up_ = true;
-      fail("IO_Push", "did not call back in " + std::to_string(timeout.count()) + " ms");
-    }
-  } catch (const PluginError&) {
-    throw;
-  } catch (const std::exception& error) {
-    fail("IO_Push", std::string("threw: ") + error.what());
-  } catch (...) {
-    fail("IO_Push", "threw something");
-  }
+  call("IO_Push", number, [&] { plugin_->push_(store_, parameter); });
+  if (!waiting->wait(timeout)) give_up("IO_Push", timeout);
 }
 
 }  // namespace dynamicemb

@@ -62,7 +62,11 @@ class PluginStore {
             const uint8_t* rows);
 
  private:
-  [[noreturn]] void fail(const char* call, const std::string& what) const;
+  [[noreturn]] void fail(const char* name, const std::string& what) const;
+  [[noreturn]] void give_up(const char* name, std::chrono::milliseconds timeout);
+  // Calls into the plug-in; what it throws becomes a PluginError, and call `number` is forgotten.
+  template <typename Work>
+  void call(const char* name, void* number, Work work);
 
   std::shared_ptr<Plugin> plugin_;
   void* store_ = nullptr;
