@@ -10,13 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from dynamicemb.cli.arguments import Parser, add_options, build_options
 from dynamicemb.cli.training.options import TrainOptions
 from dynamicemb.cli.yaml import write_yaml
-from dynamicemb.errors import wrong_value
+from dynamicemb.errors import UsageError, wrong_value
+
+if TYPE_CHECKING:
+    from dynamicemb.cli.training.batch import Source
 
 INTERRUPTED = 130
 
@@ -54,16 +58,10 @@ def _train(options: TrainOptions) -> int:
     from dynamicemb.cli.training.report import write_report
     from dynamicemb.cli.training.run import Run
     from dynamicemb.cli.training.screen import LiveScreen, PlainScreen
-    from dynamicemb.cli.training.stream import ClickStream
     from dynamicemb.cli.training.summary import summary
 
     console = Console(highlight=False)
-    source = ClickStream(
-        days=options.days,
-        examples_per_day=options.examples_per_day,
-        new_ids=options.new_ids,
-        seed=options.seed,
-    )
+    source = _source(options)
     device = _device(options.device)
     run = Run(options, source, device)
     console.print(f"{source.description}; {options.model}, {device}", soft_wrap=True)
@@ -82,6 +80,26 @@ def _train(options: TrainOptions) -> int:
         console.print("stopped with a checkpoint; the same command goes on", soft_wrap=True)
         return INTERRUPTED
     return 0
+
+
+def _source(options: TrainOptions) -> Source:
+    if options.data:
+        if options.schema is None:
+            raise UsageError("--data needs --schema: criteo, or a YAML file that names the columns")
+        from dynamicemb.cli.training.files import FileSource
+        from dynamicemb.cli.training.schema import read_schema
+
+        return FileSource(options.data, read_schema(options.schema))
+    if options.schema is not None:
+        raise UsageError("--schema is about --data, which is not there")
+    from dynamicemb.cli.training.stream import ClickStream
+
+    return ClickStream(
+        days=options.days,
+        examples_per_day=options.examples_per_day,
+        new_ids=options.new_ids,
+        seed=options.seed,
+    )
 
 
 def _device(name: str) -> torch.device:

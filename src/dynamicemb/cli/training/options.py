@@ -43,6 +43,10 @@ class TrainOptions:
     """Every option of a run; the order is that of the help."""
 
     # the examples
+    data: list[str] = option(  # noqa: RUF009
+        (), "Parquet, CSV or TSV files and globs instead of the built-in stream", many=True
+    )
+    schema: str | None = option(None, "of --data: criteo, or a YAML file that names the columns")
     days: int = option(16, "days of the built-in stream", minimum=1)
     examples_per_day: int = option(400_000, "examples of a day of the built-in stream", minimum=1)
     new_ids: int = option(

@@ -24,7 +24,7 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;
 background:#fff;color:#1f2937}
 h1,h2{line-height:1.2}figure{margin:0}figcaption{font-weight:600}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:2rem}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(420px,1fr));gap:2rem}
 svg{width:100%;height:auto;font:11px system-ui,sans-serif;fill:currentColor}
 .grid{stroke:#8884}.legend{font-size:13px;min-height:1.5em}.legend span{margin-right:1em}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
