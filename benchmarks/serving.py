@@ -79,11 +79,11 @@ def main() -> None:
                     f"  {'with' if index else 'without'} index: {size / 1e9:.3f} GB, dumped in "
                     f"{milliseconds(iter(times))}, opened in {milliseconds(seconds_to_open(path))}"
                 )
-            serving = ServingTable(path)
-            for batch in (100, 1000, 100_000):
-                times = list(seconds_to_find(serving, rows, batch))
-                rate = batch / statistics.median(times) / 1e6
-                print(f"  {batch:,} ids: {milliseconds(iter(times))}, {rate:.1f} million ids/s")
+                serving = ServingTable(path)
+                for batch in (100, 1000, 100_000):
+                    times = list(seconds_to_find(serving, rows, batch))
+                    rate = batch / statistics.median(times) / 1e6
+                    print(f"    {batch:,} ids: {milliseconds(iter(times))}, {rate:.1f} million/s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"peak memory of this process {peak:.2f} GB")
 

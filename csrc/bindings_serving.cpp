@@ -26,12 +26,20 @@ void bind_serving(nb::module_& m) {
       .def(
           "__init__",
           [](MappedShard* self, Address index, uint64_t slots, Address ids, uint64_t rows,
-             Address removed_ids, uint64_t removed, Address values) {
-            new (self) MappedShard{at<uint64_t>(index),       slots,   at<uint64_t>(ids),    rows,
-                                   at<uint64_t>(removed_ids), removed, at<std::byte>(values)};
+             Address removed_ids, uint64_t removed, Address values, Address first_rows,
+             uint64_t buckets) {
+            new (self) MappedShard{at<uint64_t>(index),
+                                   slots,
+                                   at<uint64_t>(ids),
+                                   rows,
+                                   at<uint64_t>(removed_ids),
+                                   removed,
+                                   at<std::byte>(values),
+                                   at<uint64_t>(first_rows),
+                                   buckets};
           },
-          nb::kw_only(), "index"_a, "slots"_a, "ids"_a, "rows"_a, "removed_ids"_a, "removed"_a,
-          "values"_a)
+          nb::kw_only(), "index"_a = 0, "slots"_a = 0, "ids"_a, "rows"_a, "removed_ids"_a,
+          "removed"_a, "values"_a, "first_rows"_a = 0, "buckets"_a = 0)
       .def(
           "build_index",
           [](const MappedShard& self, Address index) {
@@ -62,4 +70,14 @@ void bind_serving(nb::module_& m) {
           },
           "ids"_a, "n"_a, "threads"_a, "missing"_a, "found"_a, "out"_a);
   m.def("index_slots", &index_slots, "ids"_a);
+  m.def(
+      "count_by_bucket",
+      [](Address ids, size_t n, uint64_t buckets, uint64_t last, Address counts) {
+        nb::gil_scoped_release release;
+        const bool in_order =
+            count_by_bucket(at<uint64_t>(ids), n, buckets, last, at<uint64_t>(counts));
+        return std::pair(in_order, last);
+      },
+      "ids"_a, "n"_a, "buckets"_a, "last"_a, "counts"_a,
+      "(whether ids came in the order of their buckets, the bucket of the last)");
 }

@@ -25,8 +25,20 @@ uint64_t id_of(const MappedShard& shard, uint64_t row) {
   return row < shard.rows ? shard.ids[row] : shard.removed_ids[row - shard.rows];
 }
 
+// The rows of the bucket of an id; no more than the shard has.
+std::pair<uint64_t, uint64_t> bucket_rows(const MappedShard& shard, uint64_t hash) {
+  const uint64_t* at = shard.first_rows + bucket_of(hash, shard.buckets);
+  return {at[0], std::min(at[1], shard.rows)};
+}
+
 // The row number of an id, or kRowMask. Stops after all slots, should an index have no empty word.
 uint64_t search(const MappedShard& shard, uint64_t id, uint64_t hash) {
+  if (shard.buckets != 0) {
+    const auto [first, end] = bucket_rows(shard, hash);
+    for (uint64_t row = first; row < end; ++row)
+      if (shard.ids[row] == id) return row;
+    return kRowMask;
+  }
   uint64_t at = shard.slots == 0 ? 0 : start_of(hash, shard.slots);
   for (uint64_t step = 0; step < shard.slots; ++step) {
     const uint64_t word = shard.index[at];
@@ -67,6 +79,17 @@ bool build_index(const MappedShard& shard, uint64_t* index) {
   return true;
 }
 
+bool count_by_bucket(const uint64_t* ids, size_t n, uint64_t buckets, uint64_t& last,
+                     uint64_t* counts) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint64_t bucket = bucket_of(hash_id(ids[i]), buckets);
+    if (bucket < last) return false;
+    last = bucket;
+    ++counts[bucket];
+  }
+  return true;
+}
+
 const std::byte* MappedTable::locate(uint64_t id, uint64_t hash) const {
   for (const MappedLayer& layer : layers_) {
     const MappedShard& shard = layer.owner(id);
@@ -90,12 +113,20 @@ void MappedTable::find(const uint64_t* ids, size_t n, int threads, const std::by
         hashes[i] = hash_id(ids[begin + i]);
         for (const MappedLayer& layer : layers_) {
           const MappedShard& shard = layer.owner(ids[begin + i]);
-          if (shard.slots != 0) prefetch(shard.index + start_of(hashes[i], shard.slots));
+          if (shard.buckets != 0)
+            prefetch(shard.first_rows + bucket_of(hashes[i], shard.buckets));
+          else if (shard.slots != 0)
+            prefetch(shard.index + start_of(hashes[i], shard.slots));
         }
       }
-      // The first candidate of the oldest layer, which has most ids: its id and row.
+      // The candidates of the oldest layer, which has most ids: their ids, and the row of one.
       for (size_t i = 0; i < count && !layers_.empty(); ++i) {
         const MappedShard& shard = layers_.back().owner(ids[begin + i]);
+        if (shard.buckets != 0) {
+          const auto [first, end] = bucket_rows(shard, hashes[i]);
+          if (first < end) prefetch_bytes(shard.ids + first, (end - first) * sizeof(uint64_t));
+          continue;
+        }
         if (shard.slots == 0) continue;
         const uint64_t word = shard.index[start_of(hashes[i], shard.slots)];
         const uint64_t row = (word & kRowMask) - 1;
@@ -103,7 +134,10 @@ void MappedTable::find(const uint64_t* ids, size_t n, int threads, const std::by
         prefetch(shard.ids + row);
         prefetch_bytes(shard.values + row * row_bytes_, row_bytes_);
       }
-      for (size_t i = 0; i < count; ++i) rows[i] = locate(ids[begin + i], hashes[i]);
+      for (size_t i = 0; i < count; ++i) {
+        rows[i] = locate(ids[begin + i], hashes[i]);
+        if (rows[i] != nullptr) prefetch_bytes(rows[i], row_bytes_);
+      }
       for (size_t i = 0; i < count; ++i) {
         found[begin + i] = rows[i] != nullptr;
         std::memcpy(out + (begin + i) * row_bytes_, rows[i] != nullptr ? rows[i] : missing,

@@ -102,7 +102,7 @@ class PluginStore:
     def push(self, table: bytes, ids: int, n: int, sizes: Sequence[int], timeout_ms: int, rows: int) -> None: ...
 
 class MappedShard:
-    def __init__(self, *, index: int, slots: int, ids: int, rows: int, removed_ids: int, removed: int, values: int) -> None: ...
+    def __init__(self, *, index: int = 0, slots: int = 0, ids: int, rows: int, removed_ids: int, removed: int, values: int, first_rows: int = 0, buckets: int = 0) -> None: ...
 
     def build_index(self, index: int) -> bool:
         """Fills zeroed words from the ids; False if an id comes twice."""
@@ -114,6 +114,11 @@ class MappedTable:
     def find(self, ids: int, n: int, threads: int, missing: int, found: int, out: int) -> None: ...
 
 def index_slots(ids: int) -> int: ...
+
+def count_by_bucket(ids: int, n: int, buckets: int, last: int, counts: int) -> tuple[bool, int]:
+    """
+    (whether ids came in the order of their buckets, the bucket of the last)
+    """
 
 class IdSlots:
     def __len__(self) -> int: ...

@@ -30,7 +30,7 @@ def tiny(path: Path, seed: int = 1) -> None:
 
 def files(path: Path) -> list[Path]:
     found = sorted(one for one in path.rglob("*") if one.is_file())
-    assert len(found) == 11  # keys, values, scores, state and JSON of two tables, and the manifest
+    assert len(found) == 13  # keys, values, scores, state, buckets and JSON of two tables; manifest
     return found
 
 

@@ -68,7 +68,7 @@ def test_names_of_tables(tmp_path: Path) -> None:
     DynamicEmbDump(inside, one, optim=True)
     assert all(path.startswith("inside") for path in everything(tmp_path))
     names = [path.name for path in (inside / "model").iterdir()]
-    assert len(names) == 5 * len(HOSTILE)
+    assert len(names) == 6 * len(HOSTILE)
     assert len({name.lower() for name in names}) == len(names)
     assert all(len(name) <= 255 and not name.startswith(".") for name in names)
     DynamicEmbLoad(inside, two, optim=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from dynamicemb import CheckpointError, CorruptCheckpointError, InvalidArgumentE
 from dynamicemb.checkpoint import DynamicEmbDump, dump_async
 from dynamicemb.routing import Routing
 from dynamicemb.serving import ServingTable, build_serving_index
+from dynamicemb.table import Rows, Table
 from processes import run_ranks
 from tables import EXTREME_IDS, tensor
 from tables import contents as rows_of
@@ -24,12 +27,31 @@ def index_files(path: Path) -> list[Path]:
     return sorted(path.rglob("*_emb_index.*"))
 
 
+def bucket_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*_emb_buckets.*"))
+
+
+@pytest.fixture(params=[False, True], ids=["buckets", "index"])
+def indexed(request: pytest.FixtureRequest) -> bool:
+    """Whether an index is asked for; the first rows of buckets are written without being asked."""
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("compact", [False, True])
-def test_it_finds_what_the_table_has(memory_path: Path, dtype: torch.dtype, compact: bool) -> None:
+def test_it_finds_what_the_table_has(
+    memory_path: Path,
+    dtype: torch.dtype,
+    compact: bool,
+    indexed: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = make_model(embedding_dtype=dtype)
     train(model)
-    DynamicEmbDump(memory_path, model, optim=True, compact=compact, serving_index=True)
+    DynamicEmbDump(memory_path, model, optim=True, compact=compact, serving_index=indexed)
+    assert (len(index_files(memory_path)), len(bucket_files(memory_path))) == (
+        (2, 0) if indexed else (0, 2)
+    )
     for table in model.tables:
         rows = rows_of(table)
         with ServingTable(memory_path, table.name) as serving:
@@ -43,6 +65,7 @@ def test_it_finds_what_the_table_has(memory_path: Path, dtype: torch.dtype, comp
             assert torch.equal(found, expected.found)
             assert torch.equal(embeddings, expected.embeddings)
             assert serving(tensor(EXTREME_IDS)).shape == (len(EXTREME_IDS), 4)
+    assert caplog.text == ""
 
 
 def test_shapes_and_missing_values(memory_path: Path) -> None:
@@ -62,19 +85,20 @@ def test_shapes_and_missing_values(memory_path: Path) -> None:
             serving(bad)  # type: ignore[arg-type]
 
 
-def test_an_empty_table(memory_path: Path) -> None:
-    DynamicEmbDump(memory_path, make_model(names=("t",)), serving_index=True)
+def test_an_empty_table(memory_path: Path, indexed: bool) -> None:
+    DynamicEmbDump(memory_path, make_model(names=("t",)), serving_index=indexed)
     found, _ = ServingTable(memory_path).find(torch.arange(5))
     assert not found.any()
 
 
 def test_a_checkpoint_without_an_index_works_and_can_get_one(
-    memory_path: Path, caplog: pytest.LogCaptureFixture
+    memory_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dynamicemb.checkpoint.index._MOST_IN_A_BUCKET", 0)
     model = make_model()
     train(model)
     DynamicEmbDump(memory_path, model)
-    assert index_files(memory_path) == []
+    assert index_files(memory_path) == bucket_files(memory_path) == []
     rows = rows_of(model.tables[0])
     slow = ServingTable(memory_path, "user")
     assert "has no index" in caplog.text
@@ -105,28 +129,29 @@ def test_an_index_of_another_checkpoint_is_not_used(memory_path: Path) -> None:
     assert torch.equal(ServingTable(memory_path / "b")(rows.ids), rows.embeddings)
 
 
-def test_a_dump_in_the_background_writes_an_index_too(memory_path: Path) -> None:
+def test_a_dump_in_the_background_writes_the_same(memory_path: Path, indexed: bool) -> None:
     model = make_model(names=("t",))
     train(model)
     rows = rows_of(model.tables[0])
-    handle = dump_async(memory_path, model, serving_index=True)
+    handle = dump_async(memory_path, model, serving_index=indexed)
     handle.wait()
-    assert len(index_files(memory_path)) == 1
+    assert len(index_files(memory_path) if indexed else bucket_files(memory_path)) == 1
     assert torch.equal(ServingTable(memory_path)(rows.ids), rows.embeddings)
 
 
-def test_opening_does_not_read_the_rows(memory_path: Path) -> None:
+def test_opening_does_not_read_the_rows(memory_path: Path, indexed: bool) -> None:
     """Not a clock: what is open after it is counted. Optimizer state and scores are not mapped."""
     model = make_model(names=("t",))
     train(model)
-    DynamicEmbDump(memory_path, model, optim=True, serving_index=True)
+    DynamicEmbDump(memory_path, model, optim=True, serving_index=indexed)
     serving = ServingTable(memory_path)
     mapped = {
         line.rsplit("/", 1)[-1].strip().split(".rank_")[0]
         for line in Path("/proc/self/maps").read_text().splitlines()
         if str(memory_path) in line
     }
-    assert mapped == {"t_emb_keys", "t_emb_values", "t_emb_index"}
+    where = "t_emb_index" if indexed else "t_emb_buckets"
+    assert mapped == {"t_emb_keys", "t_emb_values", where}
     serving.close()
     del serving
     assert str(memory_path) not in Path("/proc/self/maps").read_text()
@@ -149,11 +174,13 @@ def test_a_new_dump_leaves_an_open_table_as_it_was(memory_path: Path) -> None:
     [("roundrobin", None), ("hash_roundrobin", None), ("continuous", 40)],
     ids=lambda one: one[0],
 )
-def test_the_shards_of_several_ranks(memory_path: Path, routing: tuple[str, int | None]) -> None:
+def test_the_shards_of_several_ranks(
+    memory_path: Path, routing: tuple[str, int | None], indexed: bool
+) -> None:
     whole = make_model(names=("t",))
     train(whole, 5)
     rows = rows_of(whole.tables[0])
-    run_ranks(3, dump_shards, str(memory_path), routing, rows.ids, rows.embeddings)
+    run_ranks(3, dump_shards, str(memory_path), routing, indexed, rows.ids, rows.embeddings)
     serving = ServingTable(memory_path, verify=True)
     found, embeddings = serving.find(rows.ids)
     assert found.all()
@@ -166,6 +193,7 @@ def dump_shards(
     rank: int,
     path: str,
     routing: tuple[str, int | None],
+    indexed: bool,
     ids: torch.Tensor,
     embeddings: torch.Tensor,
 ) -> None:
@@ -174,7 +202,7 @@ def dump_shards(
     model.routings = {"t": mine}
     owned = mine.owned(ids)
     model.tables[0].insert(ids[owned], embeddings[owned])
-    DynamicEmbDump(path, model, serving_index=True)
+    DynamicEmbDump(path, model, serving_index=indexed)
 
 
 def dump_copies(rank: int, path: str) -> None:
@@ -276,6 +304,51 @@ def test_damaged_files(memory_path: Path) -> None:
     values.write_bytes(values.read_bytes()[:-4])
     with pytest.raises(CorruptCheckpointError, match="the manifest says"):
         ServingTable(memory_path)
+
+
+def test_damaged_first_rows(memory_path: Path) -> None:
+    model = make_model(names=("t",))
+    train(model)
+    DynamicEmbDump(memory_path, model)
+    rows = rows_of(model.tables[0])
+    (file,) = bucket_files(memory_path)
+    whole = file.read_bytes()
+    for damage, message in (
+        (whole[:-8], "the manifest says"),
+        (b"x" * len(whole), "no buckets"),
+        (struct.pack("<8sQ", b"dembbkt1", 3) + whole[16:], "index of 3 rows"),
+    ):
+        file.write_bytes(damage)
+        with pytest.raises(CorruptCheckpointError, match=message):
+            ServingTable(memory_path)
+    words = (len(whole) - 64) // 8
+    for word in (0, len(rows.ids) - 1, 2**63):  # lookups stay inside the files
+        file.write_bytes(whole[:64] + struct.pack("<Q", word) * words)
+        with pytest.raises(CorruptCheckpointError, match="is damaged"):
+            ServingTable(memory_path, verify=True)
+        assert not ServingTable(memory_path).find(rows.ids)[0].any()
+    file.write_bytes(whole[:64] + struct.pack("<QQ", 0, 2**63) * (words // 2) + whole[-8:])
+    assert ServingTable(memory_path).find(rows.ids)[0].shape == rows.ids.shape
+
+
+def test_rows_in_another_order_get_no_first_rows(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(names=("t",), init_capacity=4096)
+    train(model)
+    table = model.tables[0]
+    rows = rows_of(table)
+    export = type(table).export
+
+    def backwards(self: Table, **arguments: Any) -> Iterator[Rows]:
+        for batch in export(self, **arguments):
+            yield Rows(*(part.flip(0).contiguous() for part in vars(batch).values()))
+
+    monkeypatch.setattr(type(table), "export", backwards)
+    DynamicEmbDump(memory_path, model)
+    assert bucket_files(memory_path) == []
+    assert torch.equal(ServingTable(memory_path)(rows.ids), rows.embeddings)
+    assert "has no index" in caplog.text
 
 
 def test_lookups_from_several_threads(memory_path: Path) -> None:

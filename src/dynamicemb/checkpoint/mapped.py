@@ -14,6 +14,7 @@ import torch
 from dynamicemb import _engine
 from dynamicemb.checkpoint.files import Directory, ReadFile
 from dynamicemb.checkpoint.index import (
+    BUCKETS,
     HEADER_BYTES,
     INDEX,
     REMOVED,
@@ -38,7 +39,7 @@ def write_index(reader: CheckpointReader, collection: str, table: TableEntry, sh
     """Add an index beside the files of a shard."""
     ids, removed = _ids(reader, collection, table, shard)
     words = build_index(ids, removed, table.file(shard, "keys"))
-    header = IndexHeader(len(ids), len(removed), len(words), reader.manifest.id)
+    header = IndexHeader(INDEX, len(ids), len(removed), len(words), reader.manifest.id)
     folder = os.path.join(reader.path, reader.manifest.collections[collection].folder)
     name = table.file(shard, INDEX)
     with Directory.open(folder) as inside:
@@ -80,7 +81,7 @@ def find_index(
     except OSError:
         return None
     try:
-        if _header(file).checkpoint == reader.manifest.id:
+        if _header(file, INDEX).checkpoint == reader.manifest.id:
             return file
     except CorruptCheckpointError:
         logger.warning("%s is damaged and not used", file.name)
@@ -88,10 +89,10 @@ def find_index(
     return None
 
 
-def _header(file: ReadFile) -> IndexHeader:
+def _header(file: ReadFile, role: str) -> IndexHeader:
     data = bytearray(min(file.size, HEADER_BYTES))
     file.read_at(0, data)
-    header = decode_header(bytes(data), file.name)
+    header = decode_header(bytes(data), role, file.name)
     if header.bytes != file.size:
         raise CorruptCheckpointError(
             f"{file.name} has {file.size} bytes; allowed: {header.bytes} for its {header.slots} "
@@ -145,45 +146,55 @@ class Layer:
                 with reader.open_file(collection, entry, shard, role) as file:
                     roles[role] = _Mapped(file, preload=self._preload)
         removed = roles[REMOVED].size // 8 if REMOVED in roles else 0
-        words, slots = self._index(reader, collection, shard, removed)
         self._kept.extend(roles.values())
         return _engine.MappedShard(
-            index=words,
-            slots=slots,
             ids=roles["keys"].address,
             rows=shard.rows,
             removed_ids=roles[REMOVED].address if removed else 0,
             removed=removed,
             values=roles["values"].address,
+            **self._where(reader, collection, shard, removed),
         )
 
-    def _index(
+    def _where(
         self, reader: CheckpointReader, collection: str, shard: Shard, removed: int
-    ) -> tuple[int, int]:
-        """Address and number of the words."""
+    ) -> dict[str, int]:
+        """The part of a ``MappedShard`` that says where the row of an id is."""
         with ExitStack() as stack:
             file = find_index(reader, collection, self.entry, shard)
             if file is not None:
                 stack.enter_context(file)
-                header = _header(file)
-                if (header.rows, header.removed) != (shard.rows, removed):
-                    raise CorruptCheckpointError(
-                        f"{file.name} is an index of {header.rows} rows and {header.removed} "
-                        f"removed ids; allowed: {shard.rows} and {removed}, as its shard has"
-                    )
-                mapped = _Mapped(file, preload=self._preload)
-                self._kept.append(mapped)
-                return mapped.address + HEADER_BYTES, header.slots
+                address, words = self._words(file, INDEX, shard.rows, removed)
+                return {"index": address, "slots": words}
+            if BUCKETS in shard.files and not removed:
+                file = reader.open_file(collection, self.entry, shard, BUCKETS)
+                stack.enter_context(file)
+                address, words = self._words(file, BUCKETS, shard.rows, 0)
+                return {"first_rows": address, "buckets": words - 1}
         logger.warning(
             "%s has no index: one is made in memory. DynamicEmbDump(serving_index=True) or "
             "build_serving_index write one",
             reader.path,
         )
-        words = build_index(
+        made = build_index(
             *_ids(reader, collection, self.entry, shard), self.entry.file(shard, "keys")
         )
-        self._kept.append(words)
-        return words.data_ptr(), len(words)
+        self._kept.append(made)
+        return {"index": made.data_ptr(), "slots": len(made)}
+
+    def _words(self, file: ReadFile, role: str, rows: int, removed: int) -> tuple[int, int]:
+        """Address and number of the words of a mapped file, which is to cover so many ids."""
+        header = _header(file, role)
+        if (header.rows, header.removed) != (rows, removed) or (
+            role == BUCKETS and not header.slots
+        ):
+            raise CorruptCheckpointError(
+                f"{file.name} is an index of {header.rows} rows and {header.removed} removed ids; "
+                f"allowed: {rows} and {removed}, as its shard has"
+            )
+        mapped = _Mapped(file, preload=self._preload)
+        self._kept.append(mapped)
+        return mapped.address + HEADER_BYTES, header.slots
 
 
 def _shards(entry: TableEntry, rank: int | None) -> list[Shard]:

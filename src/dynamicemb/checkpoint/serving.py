@@ -57,9 +57,10 @@ class ServingTable:
             verify: compare all checksums first. This reads every byte.
             preload: ask the system to read the files in the background.
 
-        A checkpoint without an index (``DynamicEmbDump(serving_index=True)`` writes one, and
-        :func:`build_serving_index` adds one) works too, but its index is made in this process's
-        memory while opening.
+        Lookups are fastest with an index (``DynamicEmbDump(serving_index=True)`` writes one, and
+        :func:`build_serving_index` adds one); else they look through the bucket of an id. A
+        checkpoint without either (of a table with a store, or from another library) works too, but
+        its index is made in this process's memory while opening.
         """
         self._settings: dict[str, Any] = {
             "collection": collection,

@@ -71,7 +71,7 @@ class TableSource:
     rows: int
     batches: Callable[[], Iterable[Rows]]
     counter: tuple[torch.Tensor, torch.Tensor] | None = None
-    extra: Mapping[str, Callable[[], Iterable[torch.Tensor]]] = field(default_factory=dict)
+    extra: Mapping[str, Callable[[], Iterable[torch.Tensor] | None]] = field(default_factory=dict)
 
     @property
     def row_bytes(self) -> int:
@@ -221,10 +221,12 @@ class _ShardWriter:
         files = self._write_files(roles, self._row_pieces())
         if source.counter is not None:
             ids, counts = source.counter
-            pieces = [{"counter_keys": ids, "counter_frequencies": counts}]
-            files |= self._write_files(["counter_keys", "counter_frequencies"], pieces)
+            counter = [{"counter_keys": ids, "counter_frequencies": counts}]
+            files |= self._write_files(["counter_keys", "counter_frequencies"], counter)
         for role, content in source.extra.items():
-            files |= self._write_files([role], ({role: piece} for piece in content()))
+            pieces = content()
+            if pieces is not None:
+                files |= self._write_files([role], _under(role, pieces))
         shard = Shard(
             checkpoint=identity,
             rank=self._ranks.rank,
@@ -284,6 +286,10 @@ class _ShardWriter:
             writer = BlockWriter(file)
             writer.write(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             return writer.finish()
+
+
+def _under(role: str, pieces: Iterable[torch.Tensor]) -> Iterable[dict[str, torch.Tensor]]:
+    return ({role: piece} for piece in pieces)
 
 
 def _manifest(

@@ -461,6 +461,11 @@ class Table(ABC):
     def drop_cache(self) -> None:  # noqa: B027
         """:meth:`flush`, and keep no row above the store, if there is one."""
 
+    def export_buckets(self) -> int | None:
+        """Into how many equal parts of the range of hashes the order of :meth:`export` cuts the ids
+        (see docs/design.md); ``None``: another order."""
+        return None
+
     def undo_point(self) -> Callable[[], None] | None:
         """A function that makes the table, empty now, again what it is now, whatever rows,
         optimizer and numbers it gets until then; the admission counter is not touched. ``None``

@@ -103,6 +103,9 @@ class CpuTable(Table):
     def bucket_capacity(self) -> int:
         return self._width
 
+    def export_buckets(self) -> int:
+        return self.capacity // self._width
+
     def size(self) -> int:
         return self.engine.size
 

@@ -161,6 +161,9 @@ class CudaTable(Table):
     def bucket_capacity(self) -> int:
         return self._width
 
+    def export_buckets(self) -> int:
+        return self.capacity // self._width
+
     def size(self) -> int:
         return int(self.counters[_SIZE])
 
