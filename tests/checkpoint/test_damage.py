@@ -109,7 +109,7 @@ def test_nothing_is_inserted(memory_path: Path) -> None:
 def test_damage_found_while_loading_leaves_empty_tables_empty(memory_path: Path) -> None:
     tiny(memory_path)
     for file in files(memory_path):
-        if file.name.endswith(".json"):
+        if file.name.endswith(".json") or "_emb_buckets" in file.name:  # not read here
             continue
         good = file.read_bytes()
         file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
