@@ -29,7 +29,6 @@ if BACKEND != "cpu":  # what is about the engine itself
     collect_ignore = [
         "cpp",
         "slots",
-        "table/test_changes.py",  # tables on a GPU do not know what changed
         "table/test_expiry.py",
         "table/test_instruction_sets.py",
         "table/test_memory_errors.py",
@@ -50,10 +49,16 @@ settings.load_profile("tests")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "stress: a long run; excluded unless asked for by -m stress")
+    config.addinivalue_line("markers", "not_on_a_gpu: about what a GPU does otherwise, by design")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the long runs unless the marker expression names them."""
+    """Leaves out the long runs unless the marker expression names them, and on a GPU what is not
+    meant for one."""
+    if BACKEND == "cuda":
+        elsewhere = [item for item in items if item.get_closest_marker("not_on_a_gpu")]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in elsewhere]
     if "stress" in config.getoption("markexpr"):
         return
     long = [item for item in items if item.get_closest_marker("stress")]

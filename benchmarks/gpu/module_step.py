@@ -90,15 +90,18 @@ def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) ->
         backwards.append(events[1].elapsed_time(events[2]))
     result["forward_ms"] = statistics.median(forwards)
     result["backward_ms"] = statistics.median(backwards)
+    result["train_host_ms"], result["train_device_ms"] = apart(train)
     # Throughput: steps in a row without waiting.
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for i in range(100):
-        train(i)
-    queued = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    result["train_ms"] = (time.perf_counter() - begin) * 10
-    result["train_host_ms"] = queued * 10
+    rounds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for i in range(100):
+            train(i)
+        torch.cuda.synchronize()
+        rounds.append((time.perf_counter() - begin) * 10)
+    result["train_ms"] = statistics.median(rounds)
+    result["train_ms_rounds"] = rounds
     result["kernels_us"] = kernels(train, 10)
     module.eval()
     with torch.no_grad():
@@ -110,6 +113,25 @@ def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) ->
         torch.cuda.synchronize()
         result["eval_throughput_ms"] = (time.perf_counter() - begin) * 10
     return result
+
+
+def apart(step: Callable[[int], None], count: int = 6) -> tuple[float, float]:
+    """(host, device) milliseconds of a step: queued while the device sleeps, so that neither waits
+    for the other."""
+    hosts, devices = [], []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(30_000_000)  # clock cycles: 15 ms
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        begin = time.perf_counter()
+        events[0].record()
+        for i in range(count):
+            step(i)
+        events[1].record()
+        hosts.append((time.perf_counter() - begin) / count * 1e3)
+        events[1].synchronize()
+        devices.append(events[0].elapsed_time(events[1]) / count)
+    return statistics.median(hosts), statistics.median(devices)
 
 
 def kernels(step: Callable[[int], None], count: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ Run in a process of its own, without TRITON_INTERPRET.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,10 +69,17 @@ class Recorder:
 def record() -> list[Launch]:
     """The launches of training and evaluation with the usual shapes, and with every optimizer,
     initialiser, strategy, data type and pooling at least once."""
-    from dynamicemb.table import cuda, cuda_batch, cuda_group
+    from dynamicemb.table import (
+        cuda,
+        cuda_batch,
+        cuda_gradients,
+        cuda_group,
+        cuda_replay,
+        cuda_workspace,
+    )
 
     recorder = Recorder()
-    for module in (cuda, cuda_batch, cuda_group):
+    for module in (cuda, cuda_batch, cuda_gradients, cuda_group, cuda_replay, cuda_workspace):
         module.launch = recorder  # type: ignore[attr-defined]
     cuda._checked_device = torch.device  # type: ignore[assignment]
     torch.manual_seed(1)
@@ -95,23 +102,25 @@ def record() -> list[Launch]:
         for tables in (1, 3)
     ]
     for dim, dtype, tables, kind, mode, strategy, pooling in cases:
-        _train(cuda, cuda_group, dim, dtype, tables, kind, mode, strategy, pooling)
+        _train(cuda, cuda_group, (dim,) * tables, dtype, kind, mode, strategy, pooling)
+    for kind in cuda.KINDS:  # tables of several classes
+        summed = DynamicEmbPoolingMode.SUM
+        _train(cuda, cuda_group, (4, 64, 20), torch.float32, kind, uniform, plain, summed)
     return list(recorder.launches)
 
 
 def _train(
     cuda: Any,
     cuda_group: Any,
-    dim: int,
+    dims: tuple[int, ...],
     dtype: torch.dtype,
-    tables: int,
     kind: OptimizerKind,
     mode: DynamicEmbInitializerMode,
     strategy: Any,
     pooling_mode: DynamicEmbPoolingMode,
 ) -> None:
+    tables = len(dims)
     options = DynamicEmbTableOptions(
-        dim=dim,
         max_capacity=1 << 16,
         embedding_dtype=dtype,
         initializer_args=DynamicEmbInitializerArgs(mode=mode),
@@ -119,8 +128,14 @@ def _train(
     )
     args = OptimizerArgs(stochastic_rounding=True)
     members = [
-        cuda.CudaTable(options, optimizer=Optimizer(kind, args), name=f"t{t}", seed=t, device="cpu")
-        for t in range(tables)
+        cuda.CudaTable(
+            replace(options, dim=dim),
+            optimizer=Optimizer(kind, args),
+            name=f"t{t}",
+            seed=t,
+            device="cpu",
+        )
+        for t, dim in enumerate(dims)
     ]
     if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
         for table in members:
@@ -140,7 +155,7 @@ def _train(
         offsets=offsets,
         weights=torch.ones(n) if weighted else None,
     )
-    shape = (20, dim * tables) if pooling.pooled else (n, dim)
+    shape = (20, sum(dims)) if pooling.pooled else (n, dims[0])
     out = torch.zeros(shape)
     group.evaluate(ids, bounds, pooling, out)
     lookup = group.find_or_insert(ids, bounds)

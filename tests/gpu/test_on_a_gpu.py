@@ -9,18 +9,20 @@ from dynamicemb import (
     BatchedDynamicEmbeddingTables,
     DynamicEmbedding,
     DynamicEmbPoolingMode,
+    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     EmbOptimType,
 )
-from dynamicemb.errors import InvalidArgumentError, OutOfMemoryError
+from dynamicemb.errors import InvalidArgumentError, OutOfMemoryError, UsageError
 from dynamicemb.table import create_table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def module(tables: int = 3, **options: object) -> BatchedDynamicEmbeddingTables:
+    fields = {"dim": 16, "max_capacity": 4096, **options}
     return BatchedDynamicEmbeddingTables(
-        [DynamicEmbTableOptions(dim=16, max_capacity=4096, **options)] * tables,  # type: ignore[arg-type]
+        [DynamicEmbTableOptions(**fields)] * tables,  # type: ignore[arg-type]
         pooling_mode=DynamicEmbPoolingMode.SUM,
         optimizer=EmbOptimType.ADAM,
         device="cuda",
@@ -56,7 +58,7 @@ def test_a_training_step_does_not_wait_for_the_device() -> None:
     tables = module()
     for seed in range(3):
         tables(*batch(seed)).sum().backward()
-    batches = [batch(seed) for seed in range(4)]
+    batches = [batch(seed) for seed in range(8)]  # some of them as a graph
     torch.cuda.set_sync_debug_mode("error")  # an operation that waits raises
     try:
         for ids, offsets in batches:
@@ -66,6 +68,70 @@ def test_a_training_step_does_not_wait_for_the_device() -> None:
             tables(*batches[0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("strategy", ["TIMESTAMP", "LFU", "STEP"])
+def test_steps_that_are_replayed_as_a_graph_give_the_same_bits(strategy: str) -> None:
+    def trained(graphs: bool) -> tuple[list[torch.Tensor], BatchedDynamicEmbeddingTables]:
+        tables = module(
+            score_strategy=DynamicEmbScoreStrategy[strategy], bucket_capacity=32, max_capacity=128
+        )
+        tables._group._replay._works = graphs
+        outputs = []
+        for seed in range(40):
+            ids, offsets = batch(seed)
+            out = tables(ids * 1000 + seed // 4, offsets)  # evicts: 120 ids for 128 slots
+            out.backward(torch.ones_like(out))
+            outputs.append(out.detach())
+        return outputs, tables
+
+    (direct, a), (replayed, b) = trained(False), trained(True)
+    assert b._group.layout.workspaces._idle[-1].graph is not None
+    assert all(torch.equal(x, y) for x, y in zip(direct, replayed, strict=True))
+    for first, second in zip(a.tables, b.tables, strict=True):
+        if strategy != "TIMESTAMP":  # else scores are the time of the run
+            assert torch.equal(first.state_dict()["scores"], second.state_dict()["scores"])
+        assert first.stats() == second.stats()
+        for name in ("ids", "embeddings", "state"):
+            assert torch.equal(first.state_dict()[name], second.state_dict()[name])
+
+
+def test_batches_of_many_sizes_and_prefetching_between_graphs() -> None:
+    direct, replayed = module(), module()
+    direct._group._replay._works = False
+    generator = torch.Generator().manual_seed(5)
+    for step in range(60):
+        bags = 8 if step % 3 else int(torch.randint(1, 40, (), generator=generator, device="cpu"))
+        ids = torch.randint(0, 9000, (3 * bags * 5,), generator=generator, device="cpu").cuda()
+        offsets = (torch.arange(3 * bags + 1, device="cpu") * 5).cuda()
+        outputs = []
+        for tables in (direct, replayed):
+            if step % 7 == 0:
+                tables.prefetch(ids, offsets)
+            out = tables(ids, offsets)
+            out.backward(torch.full_like(out, 0.5))
+            outputs.append(out.detach())
+        assert torch.equal(*outputs), step
+
+
+def test_the_host_never_expects_fewer_rows_than_there_are() -> None:
+    options = DynamicEmbTableOptions(dim=4, max_capacity=1 << 16, init_capacity=1 << 12)
+    table = create_table(options, device="cuda", seed=1)
+    for step in range(6):
+        table.find_or_insert(torch.arange(500, device="cuda") + 500 * step)
+        torch.cuda.synchronize()  # the size that was asked for has arrived
+        assert table._size_bound >= table.size()  # type: ignore[attr-defined]
+
+
+def test_a_training_step_in_a_graph_of_the_caller_is_refused() -> None:
+    tables = module()
+    ids, offsets = batch(0)
+    tables(ids, offsets)
+    with (
+        pytest.raises(UsageError, match="cannot be captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        tables(ids, offsets)
 
 
 def test_steps_on_several_streams_are_in_order() -> None:

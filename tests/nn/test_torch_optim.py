@@ -20,6 +20,10 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd_maximize": lambda p: torch.optim.SGD(p, lr=0.01, maximize=True),
     "sgd_dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, dampening=0.2),
     "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    # This form, the usual one on a GPU, writes into the gradients.
+    "sgd_in_groups": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.8, nesterov=True, foreach=True
+    ),
     "sgd_all": lambda p: torch.optim.SGD(
         p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01, maximize=True
     ),
@@ -174,7 +178,7 @@ def test_two_lookups_of_one_module_in_one_loss() -> None:
     torch.testing.assert_close(rows_of(ours, ROWS), dense.weight.detach(), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd_nesterov", "adam", "adagrad"])
+@pytest.mark.parametrize("name", ["sgd_nesterov", "sgd_in_groups", "adam", "adagrad"])
 def test_a_closure(name: str) -> None:
     model, other = twins()
     optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, other)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from dynamicemb.kernels.hashing import hash_id
@@ -14,7 +15,7 @@ DUMMIES = 4096
 
 @kernel
 def claim_kernel(
-    ids_ptr, bounds_ptr, count, tables, cells_ptr, last_cell, dummies_ptr, cell_of_ptr,
+    ids_ptr, bounds_ptr, bounds_step, count, tables, cells_ptr, last_cell, dummies_ptr, cell_of_ptr,
     BLOCK: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Open addressing: cells (-1: free) hold the first occurrence of the id that owns them, and
@@ -24,14 +25,15 @@ def claim_kernel(
     pending = i < count
     inside = pending
     ids = tl.load(ids_ptr + i, mask=pending, other=0)
-    table = table_of(i, bounds_ptr, tables, pending, ONE)
+    table = table_of(i, bounds_ptr, bounds_step, tables, pending, ONE)
     hashes = hash_id(ids)
     begin = i * 0
     end = begin + count
     if not ONE:
         hashes = hashes ^ (table.to(tl.uint64) * 0x9E3779B97F4A7C15 >> 20)
-        begin = tl.load(bounds_ptr + table, mask=pending, other=0).to(tl.int32)
-        end = tl.load(bounds_ptr + table + 1, mask=pending, other=0).to(tl.int32)
+        limits = bounds_ptr + table * bounds_step
+        begin = tl.load(limits, mask=pending, other=0).to(tl.int32)
+        end = tl.load(limits + bounds_step, mask=pending, other=0).to(tl.int32)
     cell = (hashes & last_cell.to(tl.uint64)).to(tl.int32)
     nobody = tl.full([BLOCK], -1, tl.int32)
     while tl.max(pending.to(tl.int32), axis=0) > 0:
@@ -50,40 +52,122 @@ def claim_kernel(
 
 
 @kernel
-def first_kernel(count, cells_ptr, cell_of_ptr, first_ptr, BLOCK: tl.constexpr):
-    """first[i] = 1 where occurrence i is the first of its id, else 0."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < count
-    cell = tl.load(cell_of_ptr + i, mask=mask, other=0)
-    owner = tl.load(cells_ptr + cell, mask=mask, other=-1)
-    tl.store(first_ptr + i, (owner == i).to(tl.int32), mask=mask)
+def first_kernel(
+    count, tiles, cells_ptr, cell_of_ptr, first_ptr, totals_ptr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """first[i] = 1 where occurrence i is the first of its id, else 0; totals[p] = how many there
+    are in the ``tiles`` tiles of program p."""
+    program = tl.program_id(0)
+    total = 0
+    tile = 0
+    while tile < tiles:
+        i = (program * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < count
+        cell = tl.load(cell_of_ptr + i, mask=mask, other=0)
+        owner = tl.load(cells_ptr + cell, mask=mask, other=-1)
+        first = (owner == i).to(tl.int32)
+        tl.store(first_ptr + i, first.to(tl.uint8), mask=mask)
+        total += tl.sum(first, axis=0)
+        tile += 1
+    tl.store(totals_ptr + program, total)
 
 
 @kernel
 def emit_kernel(
-    ids_ptr, bounds_ptr, count, tables, cells_ptr, cell_of_ptr, ranks_ptr, entry_of_ptr,
-    entry_ids_ptr, entry_first_ptr, entry_tables_ptr, work_ptr, BLOCK: tl.constexpr,
-    ONE: tl.constexpr,
+    ids_ptr, bounds_ptr, bounds_step, count, tables, tiles, first_ptr, totals_ptr, cell_of_ptr,
+    cells_ptr, entry_ids_ptr, entry_first_ptr, entry_tables_ptr, work_ptr, words, hint_ptr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers entries by first occurrence (ranks: running count of first ones), per occurrence and
-    per entry. work[0] = how many; the other numbers of ``work``, 16 in all, become 0."""
+    """Numbers entries by first occurrence: their ids, first occurrences and tables; cells of first
+    occurrences get the number. work[0] = how many; the other ``words`` of it become 0. The host
+    may read (entries, occurrences) from ``hint``, at any time."""
+    program = tl.program_id(0)
+    others = tl.arange(0, PROGRAMS)
+    before = tl.sum(tl.load(totals_ptr + others, mask=others < program, other=0), axis=0)
+    tile = 0
+    while tile < tiles:
+        i = (program * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < count
+        first = tl.load(first_ptr + i, mask=mask, other=0).to(tl.int32)
+        entry = before + tl.cumsum(first, axis=0) - 1
+        new = first > 0
+        cell = tl.load(cell_of_ptr + i, mask=new, other=0)
+        tl.store(cells_ptr + cell, entry, mask=new)
+        ids = tl.load(ids_ptr + i, mask=new, other=0)
+        tl.store(entry_ids_ptr + entry, ids, mask=new)
+        tl.store(entry_first_ptr + entry, i, mask=new)
+        if not ONE:
+            table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
+            tl.store(entry_tables_ptr + entry, table, mask=new)
+        before += tl.sum(first, axis=0)
+        tile += 1
+    if program == tl.num_programs(0) - 1:
+        reset_work(work_ptr, words, before)
+        tl.store(hint_ptr, before)
+        tl.store(hint_ptr + 1, count)
+
+
+@triton.jit
+def reset_work(work_ptr, words, entries):
+    """work[0] = entries, the other words 0."""
+    k = 0
+    while k < words:
+        place = k + tl.arange(0, 16)
+        tl.store(work_ptr + place, tl.where(place == 0, entries, 0), mask=place < words)
+        k += 16
+
+
+@kernel
+def stage_kernel(
+    ids_ptr, count, bounds_ptr, bounds_step, bounds, numbers_ptr, words, to_ids_ptr, to_bounds_ptr,
+    to_numbers_ptr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies ids, ``bounds`` bounds (int64) and ``words`` words of numbers (int32) to where the
+    kernels of a batch expect them."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    tl.store(to_ids_ptr + i, tl.load(ids_ptr + i, mask=mask, other=0), mask=mask)
+    if tl.program_id(0) == 0:
+        place = 0
+        while place < bounds:
+            k = place + tl.arange(0, BLOCK)
+            value = tl.load(bounds_ptr + k * bounds_step, mask=k < bounds, other=0)
+            tl.store(to_bounds_ptr + k, value, mask=k < bounds)
+            place += BLOCK
+        copy_words(numbers_ptr, to_numbers_ptr, words, BLOCK)
+
+
+@triton.jit
+def copy_words(from_ptr, to_ptr, words, BLOCK: tl.constexpr):
+    place = 0
+    while place < words:
+        k = place + tl.arange(0, BLOCK)
+        tl.store(to_ptr + k, tl.load(from_ptr + k, mask=k < words, other=0), mask=k < words)
+        place += BLOCK
+
+
+@kernel
+def numbers_kernel(from_ptr, to_ptr, words, BLOCK: tl.constexpr):
+    """Copies a few int32."""
+    copy_words(from_ptr, to_ptr, words, BLOCK)
+
+
+@kernel
+def entries_kernel(count, cells_ptr, cell_of_ptr, entry_of_ptr, BLOCK: tl.constexpr):
+    """entry_of[i] = the entry of occurrence i."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     cell = tl.load(cell_of_ptr + i, mask=mask, other=0)
-    owner = tl.load(cells_ptr + cell, mask=mask, other=0)
+    tl.store(entry_of_ptr + i, tl.load(cells_ptr + cell, mask=mask, other=0), mask=mask)
+
+
+@kernel
+def distinct_kernel(count, entry_of_ptr, work_ptr, words, BLOCK: tl.constexpr):
+    """Every occurrence is an entry."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(entry_of_ptr + i, i, mask=i < count)
     if tl.program_id(0) == 0:
-        place = tl.arange(0, 16)
-        total = tl.load(ranks_ptr + count - 1)
-        tl.store(work_ptr + place, tl.where(place == 0, total, 0))
-    entry = tl.load(ranks_ptr + owner, mask=mask, other=1) - 1
-    tl.store(entry_of_ptr + i, entry, mask=mask)
-    first = mask & (owner == i)
-    ids = tl.load(ids_ptr + i, mask=first, other=0)
-    tl.store(entry_ids_ptr + entry, ids, mask=first)
-    tl.store(entry_first_ptr + entry, i, mask=first)
-    if not ONE:
-        table = table_of(i, bounds_ptr, tables, mask, ONE)
-        tl.store(entry_tables_ptr + entry, table, mask=first)
+        reset_work(work_ptr, words, count)
 
 
 @kernel
@@ -100,16 +184,18 @@ def spans_kernel(sorted_ptr, count, starts_ptr, BLOCK: tl.constexpr):
 
 @kernel
 def hot_kernel(
-    starts_ptr, count_ptr, hot_base_ptr, hot_entry_ptr, work_ptr, HOT: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    starts_ptr, count_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, HOT: tl.constexpr,
+    LONG: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entries with more than HOT occurrences: hot_entry lists their blocks of LIMIT, hot_base[e]
-    is the first of them, ``work`` counts the blocks."""
+    is the first of them. Those with more than LONG are listed from the front, work[0] of them, and
+    the others from the end of the ``room`` places, work[1]. LONG is at most LIMIT."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = e < tl.load(count_ptr)
     start = tl.load(starts_ptr + e, mask=mask, other=0)
     end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
-    parts = tl.where(mask & (end - start > HOT), (end - start + LIMIT - 1) // LIMIT, 0)
+    occurrences = tl.where(mask, end - start, 0)
+    parts = tl.where(occurrences > LONG, (occurrences + LIMIT - 1) // LIMIT, 0)
     total = tl.sum(parts, axis=0)
     if total > 0:
         base = tl.atomic_add(work_ptr, total, sem="relaxed") + tl.cumsum(parts, axis=0) - parts
@@ -119,6 +205,12 @@ def hot_kernel(
         while k < most:
             tl.store(hot_entry_ptr + base + k, e, mask=k < parts)
             k += 1
+    short = ((occurrences > HOT) & (occurrences <= LONG)).to(tl.int32)
+    total = tl.sum(short, axis=0)
+    if total > 0:
+        after = tl.atomic_add(work_ptr + 1, total, sem="relaxed") + tl.cumsum(short, axis=0)
+        tl.store(hot_base_ptr + e, room - after, mask=short > 0)
+        tl.store(hot_entry_ptr + room - after, e, mask=short > 0)
 
 
 @kernel

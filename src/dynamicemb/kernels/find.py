@@ -22,10 +22,14 @@ from dynamicemb.kernels.layout import (
     HEADS,
     KEYS,
     LFU,
+    MARK,
     NO_EVICTION,
     PAIR,
     REJECTED,
+    SCORE,
     SCORES,
+    STAMPS,
+    TIME,
     TIMES,
     TOUCHED,
     entry_table,
@@ -33,6 +37,7 @@ from dynamicemb.kernels.layout import (
     of_class,
     table_of,
 )
+from dynamicemb.kernels.rows import load_rows, store_rows
 
 
 @triton.jit
@@ -68,13 +73,14 @@ def probe(
 
 @kernel
 def lookup_kernel(
-    ids_ptr, bounds_ptr, count, meta_ptr, tables, number, slots_ptr, WIDTH: tl.constexpr,
-    LINE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr,
+    ids_ptr, bounds_ptr, bounds_step, count, meta_ptr, tables, number, slots_ptr,
+    WIDTH: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+    ONE_CLASS: tl.constexpr,
 ):  # fmt: skip
     """slots[i] = the slot of ids[i], or FAILED. Changes no table."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    table = table_of(i, bounds_ptr, tables, mask, ONE)
+    table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
     mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
     ids = tl.load(ids_ptr + i, mask=mask, other=0)
     hashes = hash_id(ids)
@@ -86,6 +92,34 @@ def lookup_kernel(
     tl.store(slots_ptr + i, slot, mask=mask)
 
 
+@kernel
+def find_rows_kernel(
+    ids_ptr, bounds_ptr, bounds_step, count, meta_ptr, floats_ptr, tables, number, slots_ptr,
+    out_ptr, out_stride, WIDTH: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr, OUT: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """out[i] = the row of ids[i], or the missing value; with SLOTS, slots[i] as ``lookup``."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
+    mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
+    ids = tl.load(ids_ptr + i, mask=mask, other=0)
+    hashes = hash_id(ids)
+    buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, mask))
+    keys_at = field(meta_ptr, tables, KEYS, table, mask)
+    digests_at = field(meta_ptr, tables, DIGESTS, table, mask)
+    position = probe(ids, buckets, digest_of(hashes), keys_at, digests_at, mask, WIDTH, LINE, BLOCK)
+    slot = tl.where(position >= 0, (buckets * WIDTH + position).to(tl.int32), FAILED)
+    if SLOTS:
+        tl.store(slots_ptr + i, slot, mask=mask)
+    values = load_rows(
+        slot, table, mask, meta_ptr, floats_ptr, out_ptr, tables, DIM, COLUMNS, STRIDE, TYPE, True,
+        False,
+    )  # fmt: skip
+    store_rows(values, i, mask, out_ptr, out_stride, DIM, COLUMNS, TYPE, OUT)
+
+
 @triton.jit
 def saturated_sum(a, b):
     """a + b of unsigned 64-bit numbers in int64; stops at the largest."""
@@ -95,7 +129,7 @@ def saturated_sum(a, b):
 
 @kernel
 def find_kernel(
-    ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_scores_ptr, entry_counts_ptr,
+    ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, entry_counts_ptr,
     codes_ptr, known_ptr, slots_ptr, next_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
     WRITE: tl.constexpr, CODES: tl.constexpr, SCORED: tl.constexpr, KNOWN: tl.constexpr,
@@ -107,83 +141,94 @@ def find_kernel(
     code is FAILED or says that they were rejected are left as they are; codes_ptr is not slots_ptr.
     KNOWN: the slots, or -1, are known already.
     """
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < tl.load(count_ptr)
-    table = entry_table(tables_ptr, e, mask, ONE)
-    mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
-    wanted = mask
-    code = e * 0
-    if CODES:
-        code = tl.load(codes_ptr + e, mask=mask, other=0)
-        wanted = mask & (code != FAILED) & (code > REJECTED)
-    ids = tl.load(ids_ptr + e, mask=wanted, other=0)
-    hashes = hash_id(ids)
-    buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, wanted))
-    keys_at = field(meta_ptr, tables, KEYS, table, wanted)
-    digests_at = field(meta_ptr, tables, DIGESTS, table, wanted)
-    if KNOWN:
-        slot = tl.load(known_ptr + e, mask=wanted, other=-1).to(tl.int64)
-        hit = slot >= 0
-    else:
-        position = probe(
-            ids, buckets, digest_of(hashes), keys_at, digests_at, wanted, WIDTH, LINE, BLOCK
-        )
-        slot = buckets * WIDTH + position
-        hit = position >= 0
-    found = tl.where(hit, slot.to(tl.int32), GONE)
-    tl.store(slots_ptr + e, tl.where(wanted, found, code), mask=mask)
-    if WRITE:
-        if SCORED:
-            scores_at = field(meta_ptr, tables, SCORES, table, wanted) + slot * 8
-            scores = scores_at.to(tl.pointer_type(tl.int64))
-            if STRATEGY == LFU or STRATEGY == PAIR:
-                before = tl.load(scores, mask=hit, other=0)
-                times = tl.load(entry_counts_ptr + e, mask=hit, other=0)
-                tl.store(scores, saturated_sum(before, times), mask=hit)
-            elif STRATEGY != NO_EVICTION:
-                tl.store(scores, tl.load(batch_scores_ptr + table, mask=hit, other=0), mask=hit)
-            if STRATEGY == PAIR:
-                times_at = field(meta_ptr, tables, TIMES, table, wanted) + slot * 8
-                now = tl.load(batch_scores_ptr + tables + table, mask=hit, other=0)
-                tl.store(times_at.to(tl.pointer_type(tl.int64)), now, mask=hit)
-        if STRATEGY != NO_EVICTION:
-            touch(meta_ptr, tables, table, slot, hit)
-        heads_at = field(meta_ptr, tables, HEADS, table, wanted) + buckets * 4
-        heads = heads_at.to(tl.pointer_type(tl.int32))
-        missing = wanted & (hit == 0)
-        before = tl.atomic_xchg(heads, e, mask=missing, sem="relaxed")
-        tl.store(next_ptr + e, before, mask=missing)
+    count = tl.load(count_ptr)
+    start = tl.program_id(0) * BLOCK
+    while start < count:  # mostly once: the host guesses how many entries there are
+        e = start + tl.arange(0, BLOCK)
+        mask = e < count
+        table = entry_table(tables_ptr, e, mask, ONE)
+        mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
+        wanted = mask
+        code = e * 0
+        if CODES:
+            code = tl.load(codes_ptr + e, mask=mask, other=0)
+            wanted = mask & (code != FAILED) & (code > REJECTED)
+        ids = tl.load(ids_ptr + e, mask=wanted, other=0)
+        hashes = hash_id(ids)
+        buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, wanted))
+        keys_at = field(meta_ptr, tables, KEYS, table, wanted)
+        digests_at = field(meta_ptr, tables, DIGESTS, table, wanted)
+        if KNOWN:
+            slot = tl.load(known_ptr + e, mask=wanted, other=-1).to(tl.int64)
+            hit = slot >= 0
+        else:
+            position = probe(
+                ids, buckets, digest_of(hashes), keys_at, digests_at, wanted, WIDTH, LINE, BLOCK
+            )
+            slot = buckets * WIDTH + position
+            hit = position >= 0
+        found = tl.where(hit, slot.to(tl.int32), GONE)
+        tl.store(slots_ptr + e, tl.where(wanted, found, code), mask=mask)
+        if WRITE:
+            if SCORED:
+                scores_at = field(meta_ptr, tables, SCORES, table, wanted) + slot * 8
+                scores = scores_at.to(tl.pointer_type(tl.int64))
+                if STRATEGY == LFU or STRATEGY == PAIR:
+                    before = tl.load(scores, mask=hit, other=0)
+                    times = tl.load(entry_counts_ptr + e, mask=hit, other=0)
+                    tl.store(scores, saturated_sum(before, times), mask=hit)
+                elif STRATEGY != NO_EVICTION:
+                    score = field(batch_ptr, tables, SCORE, table, hit)
+                    tl.store(scores, score, mask=hit)
+                if STRATEGY == PAIR:
+                    times_at = field(meta_ptr, tables, TIMES, table, wanted) + slot * 8
+                    now = field(batch_ptr, tables, TIME, table, hit)
+                    tl.store(times_at.to(tl.pointer_type(tl.int64)), now, mask=hit)
+            if STRATEGY != NO_EVICTION:
+                touch(meta_ptr, batch_ptr, tables, table, slot, hit)
+            heads_at = field(meta_ptr, tables, HEADS, table, wanted) + buckets * 4
+            heads = heads_at.to(tl.pointer_type(tl.int32))
+            missing = wanted & (hit == 0)
+            before = tl.atomic_xchg(heads, e, mask=missing, sem="relaxed")
+            tl.store(next_ptr + e, before, mask=missing)
+        start += tl.num_programs(0) * BLOCK
 
 
 @triton.jit
-def touch(meta_ptr, tables, table, slot, mask):
+def touch(meta_ptr, batch_ptr, tables, table, slot, mask):
     """Mark slots as used by the running batch: it evicts none of them."""
-    words = field(meta_ptr, tables, TOUCHED, table, mask) + (slot >> 5) * 4
-    bits = tl.full(slot.shape, 1, tl.int32) << (slot & 31).to(tl.int32)
-    tl.atomic_or(words.to(tl.pointer_type(tl.int32)), bits, mask=mask, sem="relaxed")
-
-
-@triton.jit
-def untouch(meta_ptr, tables, table, slot, mask):
-    """Forget the marks around these slots; all of a batch go together."""
-    words = field(meta_ptr, tables, TOUCHED, table, mask) + (slot >> 5) * 4
-    tl.store(words.to(tl.pointer_type(tl.int32)), tl.zeros(slot.shape, tl.int32), mask=mask)
+    places = field(meta_ptr, tables, TOUCHED, table, mask) + slot
+    mark = field(batch_ptr, tables, MARK, table, mask).to(tl.uint8)
+    tl.store(places.to(tl.pointer_type(tl.uint8)), mark, mask=mask)
 
 
 @kernel
 def mark_kernel(
-    slots_ptr, tables_ptr, count_ptr, meta_ptr, tables, BLOCK: tl.constexpr, ONE: tl.constexpr,
-    ON: tl.constexpr,
+    slots_ptr, tables_ptr, count_ptr, meta_ptr, batch_ptr, tables, BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
-    """Marks (ON) or unmarks the slots of another batch's entries."""
+    """Marks the slots of another batch's entries as used by the running one."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = e < tl.load(count_ptr)
     table = entry_table(tables_ptr, e, mask, ONE)
     slot = tl.load(slots_ptr + e, mask=mask, other=-1).to(tl.int64)
-    if ON:
-        touch(meta_ptr, tables, table, slot, mask & (slot >= 0))
-    else:
-        untouch(meta_ptr, tables, table, slot, mask & (slot >= 0))
+    touch(meta_ptr, batch_ptr, tables, table, slot, mask & (slot >= 0))
+
+
+@kernel
+def stamp_kernel(
+    slots_ptr, tables_ptr, count_ptr, meta_ptr, now_ptr, tables, BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+):  # fmt: skip
+    """Writes down that the rows of entries changed, where their table does that; now[t]: when."""
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < tl.load(count_ptr)
+    table = entry_table(tables_ptr, e, mask, ONE)
+    slot = tl.load(slots_ptr + e, mask=mask, other=-1).to(tl.int64)
+    stamps = field(meta_ptr, tables, STAMPS, table, mask)
+    mask = mask & (slot >= 0) & (stamps != 0)
+    places = (stamps + slot * 4).to(tl.pointer_type(tl.int32))
+    tl.store(places, tl.load(now_ptr + table, mask=mask, other=0), mask=mask)
 
 
 @kernel

@@ -47,7 +47,9 @@ from dynamicemb.kernels.rows import load_rows
 #: Occurrences that are added one after the other; the sums of such blocks are then added in order.
 SUM_BLOCK = 256
 #: Ids that occur more often than this are summed by programs of their own, many loads ahead.
-HOT = 256
+HOT = 8
+#: Those that occur more often than this begin first: they take longest.
+LONG = 64
 
 
 @triton.jit
@@ -82,61 +84,77 @@ def gradient_scales(
 
 
 @triton.jit
-def gradient_sum(
-    begin, end, clamp, mask, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
+def gradient_rows(
+    occurrence, column, clamp, mask, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
     batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-    CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    CLAMP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the occurrences order[begin..end), added one after the other.
+    """Some columns of the gradients of occurrences, float32 [BLOCK, COLUMNS]; -0.0, which adds
+    nothing, where ``mask`` is not set."""
+    at = gradient_places(
+        occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, POOLED
+    )
+    inside = mask[:, None]
+    if DIM % COLUMNS != 0:
+        inside = inside & (column < DIM)[None, :]
+    value = tl.load(gradient_ptr + at[:, None] + column[None, :], mask=inside, other=0)
+    value = widen(value, OUT)
+    if CLAMP:
+        value = tl.where(value < -clamp, -clamp, value)
+        value = tl.where(value > clamp, clamp, value)
+    if MEAN or WEIGHTED:
+        scale = gradient_scales(
+            occurrence, mask, bag_of_ptr, offsets_ptr, weights_ptr, MEAN, WEIGHTED, BLOCK
+        )
+        value = value * scale[:, None]
+    return tl.where(mask[:, None], value, -0.0)
 
-    A single plain one is taken as it is: sums start at -0.0 then, which adds nothing to a -0.0.
-    """
-    column = tl.arange(0, COLUMNS)
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    if OUT == FLOAT32 and not MEAN and not WEIGHTED and not CLAMP:
-        total = tl.where((end - begin == 1)[:, None], -0.0, total)
+
+@triton.jit
+def gradient_sum(
+    total, begin, end, column, clamp, mask, order_ptr, gradient_ptr, stride, bag_of_ptr,
+    feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """``total`` plus the gradients of the occurrences order[begin..end), one after the other."""
     place = begin
     while tl.max(tl.where(mask, end - place, 0), axis=0) > 0:
         for step in tl.static_range(UNROLL):
             more = mask & (place + step < end)
             occurrence = tl.load(order_ptr + place + step, mask=more, other=0).to(tl.int32)
-            at = gradient_places(
-                occurrence, more, bag_of_ptr, feature_column_ptr, batch_size, stride, POOLED
-            )
-            inside = more[:, None]
-            if COLUMNS != DIM:
-                inside = inside & (column < DIM)[None, :]
-            value = tl.load(gradient_ptr + at[:, None] + column[None, :], mask=inside, other=0)
-            value = widen(value, OUT)
-            if CLAMP:
-                value = tl.where(value < -clamp, -clamp, value)
-                value = tl.where(value > clamp, clamp, value)
-            if MEAN or WEIGHTED:
-                scale = gradient_scales(
-                    occurrence, more, bag_of_ptr, offsets_ptr, weights_ptr, MEAN, WEIGHTED, BLOCK
-                )
-                value = value * scale[:, None]
-            total = total + tl.where(more[:, None], value, -0.0)
+            total = total + gradient_rows(
+                occurrence, column, clamp, more, gradient_ptr, stride, bag_of_ptr,
+                feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED,
+                MEAN, WEIGHTED, CLAMP, BLOCK,
+            )  # fmt: skip
         place += UNROLL
     return total
 
 
 @kernel
 def hot_sums_kernel(
-    starts_ptr, hot_base_ptr, hot_entry_ptr, work_ptr, entry_tables_ptr, meta_ptr, tables, number,
-    steps_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size,
-    offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OUT: tl.constexpr,
-    POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr,
-    LIMIT: tl.constexpr,
+    starts_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, hint_ptr, entry_tables_ptr, meta_ptr,
+    tables, number, steps_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
+    batch_size, offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, ROW: tl.constexpr,
+    COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """sums[b] = the gradient sum of hot block b."""
-    parts = tl.load(work_ptr)
-    first = tl.program_id(0) * BLOCK
-    while first < parts:
-        part = first + tl.arange(0, BLOCK)
+    """sums[b] = the gradient sum of hot block b, rows of ROW. A program sums COLUMNS columns of
+    BLOCK blocks at a time. The host may read the number of blocks from hint[2], at any time."""
+    PIECES: tl.constexpr = ROW // COLUMNS
+    front = tl.load(work_ptr)
+    parts = front + tl.load(work_ptr + 1)
+    item = tl.program_id(0)
+    if item == 0:
+        tl.store(hint_ptr + 2, parts)
+    while (item // PIECES) * BLOCK < parts:
+        part = (item // PIECES) * BLOCK + tl.arange(0, BLOCK)
+        column = (item % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
         mask = part < parts
+        part = tl.where(part < front, part, room - 1 - (part - front))
         e = tl.load(hot_entry_ptr + part, mask=mask, other=0)
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
@@ -145,35 +163,46 @@ def hot_sums_kernel(
         end = tl.minimum(tl.load(starts_ptr + e + 1, mask=mask, other=0), begin + LIMIT)
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
         total = gradient_sum(
-            begin, end, clamp, mask, order_ptr, gradient_ptr, stride, bag_of_ptr,
-            feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED,
-            MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL,
+            tl.zeros([BLOCK, COLUMNS], tl.float32), begin, end, column, clamp, mask, order_ptr,
+            gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
+            weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL,
         )  # fmt: skip
-        total = total + 0.0  # a block of one starts at 0.0 like the others
-        places = sums_ptr + part.to(tl.int64)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        places = sums_ptr + part.to(tl.int64)[:, None] * ROW + column[None, :]
         tl.store(places, total, mask=mask[:, None])
-        first += tl.num_programs(0) * BLOCK
+        item += tl.num_programs(0)
 
 
 @triton.jit
 def entry_gradient(
-    e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
-    bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
+    e, clamp, mask, starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr,
+    stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     HOT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The summed gradient of entries, float32 [BLOCK, COLUMNS]; 0 beyond the row."""
+    column = tl.arange(0, COLUMNS)
     begin = tl.load(starts_ptr + e, mask=mask, other=0)
     end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+    # Most ids occur once: their gradient is asked for without the order being known.
+    first = tl.load(first_ptr + e, mask=mask, other=0)
     hot = mask & (end - begin > HOT)
+    cold = mask & (hot == 0)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    if OUT == FLOAT32 and not MEAN and not WEIGHTED and not CLAMP:
+        # A single plain one is taken as it is: nothing is added to a -0.0.
+        total = tl.where((end - begin == 1)[:, None], -0.0, total)
+    total = total + gradient_rows(
+        first, column, clamp, cold, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
+        batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP,
+        BLOCK,
+    )  # fmt: skip
     total = gradient_sum(
-        begin, end, clamp, mask & (hot == 0), order_ptr, gradient_ptr, stride, bag_of_ptr,
+        total, begin + 1, end, column, clamp, cold, order_ptr, gradient_ptr, stride, bag_of_ptr,
         feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN,
         WEIGHTED, CLAMP, BLOCK, UNROLL,
     )  # fmt: skip
     if tl.max(hot.to(tl.int32), axis=0) > 0:
-        column = tl.arange(0, COLUMNS)
         part = tl.load(hot_base_ptr + e, mask=hot, other=0)
         last = part + tl.where(hot, (end - begin + LIMIT - 1) // LIMIT, 0)
         while tl.max(last - part, axis=0) > 0:
@@ -189,7 +218,7 @@ def entry_gradient(
 @kernel
 def update_kernel(
     ids_ptr, entry_tables_ptr, count_ptr, slots_ptr, meta_ptr, tables, number, steps_ptr,
-    starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr,
+    starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr,
     feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr, STATE_STRIDE: tl.constexpr,
     OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -200,18 +229,16 @@ def update_kernel(
     """One optimizer update of every entry's row with the sum of its gradients. Entries whose row
     is gone are counted."""
     count = tl.load(count_ptr)
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < count
-    if tl.program_id(0) * BLOCK < count:
+    start = tl.program_id(0) * BLOCK
+    while start < count:  # mostly once: the host guesses how many entries there are
+        e = start + tl.arange(0, BLOCK)
+        mask = e < count
         slot = tl.load(slots_ptr + e, mask=mask, other=-1)
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         gone = mask & (slot == GONE)
-        if tl.max(gone.to(tl.int32), axis=0) > 0:
-            counters = field(meta_ptr, tables, COUNTERS, table, gone).to(tl.pointer_type(tl.int64))
-            tl.atomic_add(
-                counters + DROPPED, tl.full([BLOCK], 1, tl.int64), mask=gone, sem="relaxed"
-            )
+        counters = field(meta_ptr, tables, COUNTERS, table, gone).to(tl.pointer_type(tl.int64))
+        tl.atomic_add(counters + DROPPED, tl.full([BLOCK], 1, tl.int64), mask=gone, sem="relaxed")
         mask = mask & (slot >= 0)
         slot = slot.to(tl.int64)
         column = tl.arange(0, COLUMNS)
@@ -240,9 +267,10 @@ def update_kernel(
         # Rows are on their way while gradients are looked up.
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
         gradient = entry_gradient(
-            e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
-            bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
-            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT, LIMIT,
+            e, clamp, mask, starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr,
+            gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
+            weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT,
+            LIMIT,
         )  # fmt: skip
         weights, first, second, scalar = optimize(
             weights, first, second, scalar, gradient, steps_ptr, tables, table, mask, KIND,
@@ -265,13 +293,15 @@ def update_kernel(
             tl.store(states[:, None] + DIM + column[None, :], second, mask=inside)
         if KIND == ROWWISE_ADAGRAD:
             tl.store(states, scalar, mask=mask)
+        start += tl.num_programs(0) * BLOCK
 
 
 @kernel
 def reduce_kernel(
-    entry_tables_ptr, count_ptr, meta_ptr, tables, number, steps_ptr, starts_ptr, hot_base_ptr,
-    hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size,
-    offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OUT: tl.constexpr,
+    entry_tables_ptr, count_ptr, meta_ptr, tables, number, steps_ptr, starts_ptr, first_ptr,
+    hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
+    batch_size, offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    OUT: tl.constexpr,
     POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr,
     HOT: tl.constexpr, LIMIT: tl.constexpr,
@@ -285,9 +315,10 @@ def reduce_kernel(
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
         total = entry_gradient(
-            e, clamp, mask, starts_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
-            bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
-            POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT, LIMIT,
+            e, clamp, mask, starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr,
+            gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
+            weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT,
+            LIMIT,
         )  # fmt: skip
         column = tl.arange(0, COLUMNS)
         inside = mask[:, None] & (column < DIM)[None, :]
@@ -297,16 +328,16 @@ def reduce_kernel(
 
 @kernel
 def weight_gradient_kernel(
-    slots_ptr, entry_of_ptr, bounds_ptr, count, meta_ptr, floats_ptr, tables, number, side_ptr,
-    gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, out_ptr,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
+    slots_ptr, entry_of_ptr, bounds_ptr, bounds_step, count, meta_ptr, floats_ptr, tables, number,
+    side_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
+    out_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
     OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
     ONE: tl.constexpr, ONE_CLASS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """out[i] = the product of row and gradient of occurrence i, over the length of a mean."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    table = table_of(i, bounds_ptr, tables, mask, ONE)
+    table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
     mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
     entry = tl.load(entry_of_ptr + i, mask=mask, other=0)
     slots = tl.load(slots_ptr + entry, mask=mask, other=-1)

@@ -140,23 +140,23 @@ def rows_kernel(
 
 @kernel
 def fresh_kernel(
-    ids_ptr, tables_ptr, count_ptr, slots_ptr, fresh_ptr, meta_ptr, floats_ptr, tables, number_,
+    ids_ptr, tables_ptr, new_ptr, new_count_ptr, slots_ptr, meta_ptr, floats_ptr, tables, number_,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
     MODE: tl.constexpr, STATE_DIM: tl.constexpr, STATE_COLUMNS: tl.constexpr,
     STATE_STRIDE: tl.constexpr, STATE_FROM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
     ONE_CLASS: tl.constexpr, EMBEDDINGS: tl.constexpr,
 ):  # fmt: skip
-    """Initialises the rows (if EMBEDDINGS) and the states of new entries. State columns before
-    STATE_FROM start at 0, the others at the optimizer's initial value."""
-    count = tl.load(count_ptr)
+    """Initialises the rows (if EMBEDDINGS) and the states of the entries in ``new``. State columns
+    before STATE_FROM start at 0, the others at the optimizer's initial value."""
+    count = tl.load(new_count_ptr)
     first = tl.program_id(0) * BLOCK
     while first < count:
-        e = first + tl.arange(0, BLOCK)
-        mask = e < count
-        mask = mask & (tl.load(fresh_ptr + e, mask=mask, other=0) > 0)
+        place = first + tl.arange(0, BLOCK)
+        mask = place < count
+        e = tl.load(new_ptr + place, mask=mask, other=0)
+        table = entry_table(tables_ptr, e, mask, ONE)
+        mask = of_class(meta_ptr, tables, table, mask, number_, ONE_CLASS)
         if tl.max(mask.to(tl.int32), axis=0) > 0:
-            table = entry_table(tables_ptr, e, mask, ONE)
-            mask = of_class(meta_ptr, tables, table, mask, number_, ONE_CLASS)
             slot = tl.load(slots_ptr + e, mask=mask, other=0).to(tl.int64)
             if EMBEDDINGS:
                 ids = tl.load(ids_ptr + e, mask=mask, other=0)

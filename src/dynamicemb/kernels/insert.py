@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dynamicemb.kernels.find import untouch
 from dynamicemb.kernels.hashing import (
     bit_count,
     bucket_of,
@@ -33,13 +32,16 @@ from dynamicemb.kernels.layout import (
     INSERTS,
     KEYS,
     LFU,
+    MARK,
     MISSES,
     NO_EVICTION,
     PAIR,
     REJECTED,
     REJECTIONS,
+    SCORE,
     SCORES,
     SIZE,
+    TIME,
     TIMES,
     TOUCHED,
     entry_table,
@@ -63,71 +65,75 @@ def place_kernel(
     its victims go, [2] how many; ``work`` counts leaders and victims. ``capacity`` is the length of
     a row of ``leaders``.
     """
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < tl.load(count_ptr)
-    missing = mask & (tl.load(found_ptr + e, mask=mask, other=0) == GONE)
-    table = entry_table(tables_ptr, e, missing, ONE)
-    missing = of_class(meta_ptr, tables, table, missing, number, ONE_CLASS)
-    if tl.max(missing.to(tl.int32), axis=0) > 0:
-        ids = tl.load(ids_ptr + e, mask=missing, other=0)
-        count_of_buckets = field(meta_ptr, tables, BUCKETS, table, missing)
-        buckets = bucket_of(hash_id(ids), count_of_buckets)
-        heads_at = field(meta_ptr, tables, HEADS, table, missing)
-        heads = (heads_at + buckets * 4).to(tl.pointer_type(tl.int32))
-        current = tl.load(heads, mask=missing, other=-1)
-        rank = tl.zeros([BLOCK], tl.int32)
-        length = tl.zeros([BLOCK], tl.int32)
-        while tl.max(current, axis=0) >= 0:
-            there = current >= 0
-            rank += (there & (current < e)).to(tl.int32)
-            length += there.to(tl.int32)
-            current = tl.load(next_ptr + current, mask=there, other=-1)
+    count = tl.load(count_ptr)
+    start = tl.program_id(0) * BLOCK
+    while start < count:  # mostly once
+        e = start + tl.arange(0, BLOCK)
+        mask = e < count
+        missing = mask & (tl.load(found_ptr + e, mask=mask, other=0) == GONE)
+        table = entry_table(tables_ptr, e, missing, ONE)
+        missing = of_class(meta_ptr, tables, table, missing, number, ONE_CLASS)
+        if tl.max(missing.to(tl.int32), axis=0) > 0:
+            ids = tl.load(ids_ptr + e, mask=missing, other=0)
+            count_of_buckets = field(meta_ptr, tables, BUCKETS, table, missing)
+            buckets = bucket_of(hash_id(ids), count_of_buckets)
+            heads_at = field(meta_ptr, tables, HEADS, table, missing)
+            heads = (heads_at + buckets * 4).to(tl.pointer_type(tl.int32))
+            current = tl.load(heads, mask=missing, other=-1)
+            rank = tl.zeros([BLOCK], tl.int32)
+            length = tl.zeros([BLOCK], tl.int32)
+            while tl.max(current, axis=0) >= 0:
+                there = current >= 0
+                rank += (there & (current < e)).to(tl.int32)
+                length += there.to(tl.int32)
+                current = tl.load(next_ptr + current, mask=there, other=-1)
 
-        start = buckets * WIDTH
-        digests_at = field(meta_ptr, tables, DIGESTS, table, missing)
-        position = tl.full([BLOCK], -1, tl.int32)
-        free = tl.zeros([BLOCK], tl.int32)
-        begin = 0
-        while begin < WIDTH:
-            low, high = matches(digests_at + start + begin, rank * 0, missing, LINE, BLOCK)
-            here = bit_count(low) + bit_count(high)
-            skip = rank - free
-            inside = missing & (skip >= 0) & (skip < here)
-            skip = tl.where(inside, skip, 0)
-            while tl.max(skip, axis=0) > 0:
-                fewer_low, fewer_high = without_lowest(low, high)
-                low = tl.where(skip > 0, fewer_low, low)
-                high = tl.where(skip > 0, fewer_high, high)
-                skip -= 1
-            position = tl.where(inside, begin + lowest_bit(low, high), position)
-            free += here
-            begin += LINE
+            slots = buckets * WIDTH
+            digests_at = field(meta_ptr, tables, DIGESTS, table, missing)
+            position = tl.full([BLOCK], -1, tl.int32)
+            free = tl.zeros([BLOCK], tl.int32)
+            begin = 0
+            while begin < WIDTH:
+                low, high = matches(digests_at + slots + begin, rank * 0, missing, LINE, BLOCK)
+                here = bit_count(low) + bit_count(high)
+                skip = rank - free
+                inside = missing & (skip >= 0) & (skip < here)
+                skip = tl.where(inside, skip, 0)
+                while tl.max(skip, axis=0) > 0:
+                    fewer_low, fewer_high = without_lowest(low, high)
+                    low = tl.where(skip > 0, fewer_low, low)
+                    high = tl.where(skip > 0, fewer_high, high)
+                    skip -= 1
+                position = tl.where(inside, begin + lowest_bit(low, high), position)
+                free += here
+                begin += LINE
 
-        order = rank - free
-        choice = tl.where(order < 0, (start + position).to(tl.int32), -2 - order)
-        if STRATEGY == NO_EVICTION:
-            choice = tl.where(order < 0, choice, FAILED)
-        tl.store(choice_ptr + e, choice, mask=missing)
-        if STRATEGY != NO_EVICTION:
-            leads = (missing & (order == 0)).to(tl.int32)
-            leading = tl.sum(leads, axis=0)
-            if leading > 0:
-                wanted = tl.where(leads > 0, tl.minimum(length - free, WIDTH), 0)
-                at = tl.atomic_add(work_ptr, leading, sem="relaxed")
-                victims = tl.atomic_add(work_ptr + 1, tl.sum(wanted, axis=0), sem="relaxed")
-                at = at + tl.cumsum(leads, axis=0) - 1
-                victims = victims + tl.cumsum(wanted, axis=0) - wanted
-                tl.store(leaders_ptr + at, e, mask=leads > 0)
-                tl.store(leaders_ptr + capacity + at, victims, mask=leads > 0)
-                tl.store(leaders_ptr + 2 * capacity + at, wanted, mask=leads > 0)
-                bases = (heads_at + (count_of_buckets + buckets) * 4).to(tl.pointer_type(tl.int32))
-                tl.store(bases, victims, mask=leads > 0)
+            order = rank - free
+            choice = tl.where(order < 0, (slots + position).to(tl.int32), -2 - order)
+            if STRATEGY == NO_EVICTION:
+                choice = tl.where(order < 0, choice, FAILED)
+            tl.store(choice_ptr + e, choice, mask=missing)
+            if STRATEGY != NO_EVICTION:
+                leads = (missing & (order == 0)).to(tl.int32)
+                leading = tl.sum(leads, axis=0)
+                if leading > 0:
+                    wanted = tl.where(leads > 0, tl.minimum(length - free, WIDTH), 0)
+                    at = tl.atomic_add(work_ptr, leading, sem="relaxed")
+                    victims = tl.atomic_add(work_ptr + 1, tl.sum(wanted, axis=0), sem="relaxed")
+                    at = at + tl.cumsum(leads, axis=0) - 1
+                    victims = victims + tl.cumsum(wanted, axis=0) - wanted
+                    tl.store(leaders_ptr + at, e, mask=leads > 0)
+                    tl.store(leaders_ptr + capacity + at, victims, mask=leads > 0)
+                    tl.store(leaders_ptr + 2 * capacity + at, wanted, mask=leads > 0)
+                    bases = heads_at + (count_of_buckets + buckets) * 4
+                    tl.store(bases.to(tl.pointer_type(tl.int32)), victims, mask=leads > 0)
+        start += tl.num_programs(0) * BLOCK
 
 
 @kernel
 def victims_kernel(
-    ids_ptr, tables_ptr, meta_ptr, tables, number, work_ptr, leaders_ptr, capacity, victims_ptr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+    ids_ptr, tables_ptr, meta_ptr, batch_ptr, tables, number, work_ptr, leaders_ptr, capacity,
+    victims_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
     ONE_CLASS: tl.constexpr,
 ):  # fmt: skip
     """victims[base + q] = the position with the q-th smallest (score, slot) of a leader's bucket
@@ -152,10 +158,10 @@ def victims_kernel(
         score = tl.load(scores_at, mask=inside, other=0)
         digests_at = field(meta_ptr, tables, DIGESTS, table, mask)[:, None] + slot
         digest = tl.load(digests_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-        words_at = field(meta_ptr, tables, TOUCHED, table, mask)[:, None] + (slot >> 5) * 4
-        word = tl.load(words_at.to(tl.pointer_type(tl.int32)), mask=inside, other=0)
-        touched = (word >> (slot & 31).to(tl.int32)) & 1
-        eligible = inside & (digest != 0) & (touched == 0)
+        marks_at = field(meta_ptr, tables, TOUCHED, table, mask)[:, None] + slot
+        used = tl.load(marks_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+        mark = field(batch_ptr, tables, MARK, table, mask).to(tl.uint8)
+        eligible = inside & (digest != 0) & (used != mark[:, None])
         score = score ^ SIGN  # unsigned order by signed comparison
         q = 0
         most = tl.max(wanted, axis=0)
@@ -172,6 +178,18 @@ def victims_kernel(
 
 
 @triton.jit
+def first_and_last(table, mask):
+    """The smallest and the largest table of some entries; the former is larger if there is none."""
+    first = tl.min(tl.where(mask, table, 0x7FFFFFFF), axis=0)
+    return first, tl.max(tl.where(mask, table, -1), axis=0)
+
+
+@triton.jit
+def table_counters(meta_ptr, tables, table):
+    return tl.load(meta_ptr + COUNTERS * tables + table).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
 def count_up(counters, row, flags, mask):
     """Add the number of ``flags`` to a counter of one table."""
     total = tl.sum((flags & mask).to(tl.int64), axis=0)
@@ -181,96 +199,113 @@ def count_up(counters, row, flags, mask):
 
 @kernel
 def commit_kernel(
-    ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_scores_ptr, entry_counts_ptr,
-    found_ptr, choice_ptr, victims_ptr, slots_ptr, fresh_ptr, evicted_ids_ptr, evicted_scores_ptr,
-    evicted_times_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
-    ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr, TRAIN: tl.constexpr, KEEP: tl.constexpr,
-    DIRECT: tl.constexpr,
+    ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, entry_counts_ptr,
+    found_ptr, choice_ptr, victims_ptr, slots_ptr, fresh_ptr, new_ptr, new_count_ptr,
+    evicted_ids_ptr, evicted_scores_ptr, evicted_times_ptr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
+    TRAIN: tl.constexpr, KEEP: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Writes newcomers into the index, clears marks and lists, counts.
+    """Writes newcomers into the index, clears lists, counts.
 
     slots[e]: where the entry is now, or why not. fresh[e]: 0 was there or failed, 1 took a free
-    slot, 2 evicted. KEEP: ids and scores of the evicted. DIRECT: choice[e] is the slot in any case,
-    and victims[e] says whether it is an evicted one.
+    slot, 2 evicted. new: the entries that took a slot, in any order. KEEP: ids and scores of the
+    evicted. DIRECT: choice[e] is the slot in any case, and victims[e] says whether it is an evicted
+    one.
     """
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < tl.load(count_ptr)
-    table = entry_table(tables_ptr, e, mask, ONE)
-    mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
-    if tl.max(mask.to(tl.int32), axis=0) > 0:
+    count = tl.load(count_ptr)
+    start = tl.program_id(0) * BLOCK
+    while start < count:  # mostly once
+        e = start + tl.arange(0, BLOCK)
+        mask = e < count
+        table = entry_table(tables_ptr, e, mask, ONE)
+        mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         found = tl.load(found_ptr + e, mask=mask, other=FAILED)
         hit = found >= 0
-        missing = found == GONE
-        if STRATEGY != NO_EVICTION:
-            untouch(meta_ptr, tables, table, found.to(tl.int64), hit)
-        ids = tl.load(ids_ptr + e, mask=missing, other=0)
-        choice = tl.load(choice_ptr + e, mask=missing, other=FAILED)
-        hashes = hash_id(ids)
-        count_of_buckets = field(meta_ptr, tables, BUCKETS, table, missing)
-        buckets = bucket_of(hashes, count_of_buckets)
-        heads_at = field(meta_ptr, tables, HEADS, table, missing)
-        if DIRECT:
-            inserted = missing & (choice >= 0)
-            evicts = inserted & (tl.load(victims_ptr + e, mask=inserted, other=0) != 0)
-            free = inserted & (evicts == 0)
-            slot = choice.to(tl.int64)
-        else:
-            order = -2 - choice
-            evicts = missing & (order >= 0) & (order < WIDTH)
-            bases = (heads_at + (count_of_buckets + buckets) * 4).to(tl.pointer_type(tl.int32))
-            base = tl.load(bases, mask=evicts, other=0)
-            victim = tl.load(victims_ptr + base + order, mask=evicts, other=-1)
-            evicts = evicts & (victim >= 0)
-            free = missing & (choice >= 0)
-            inserted = free | evicts
-            slot = tl.where(evicts, buckets * WIDTH + victim, choice.to(tl.int64))
-        keys = (field(meta_ptr, tables, KEYS, table, inserted) + slot * 8).to(
-            tl.pointer_type(tl.int64)
-        )
-        scores = (field(meta_ptr, tables, SCORES, table, inserted) + slot * 8).to(
-            tl.pointer_type(tl.int64)
-        )
-        times = (field(meta_ptr, tables, TIMES, table, inserted) + slot * 8).to(
-            tl.pointer_type(tl.int64)
-        )
-        if KEEP:
-            tl.store(evicted_ids_ptr + e, tl.load(keys, mask=evicts, other=0), mask=evicts)
-            tl.store(evicted_scores_ptr + e, tl.load(scores, mask=evicts, other=0), mask=evicts)
+        tl.store(slots_ptr + e, found, mask=hit)
+        tl.store(fresh_ptr + e, tl.zeros([BLOCK], tl.uint8), mask=hit)
+        if TRAIN:
+            first, last = first_and_last(table, hit)
+            while first <= last:
+                counters = table_counters(meta_ptr, tables, first)
+                count_up(counters, HITS, hit, table == first)
+                first += 1
+        absent = mask & (hit == 0)
+        if tl.max(absent.to(tl.int32), axis=0) > 0:
+            missing = found == GONE
+            ids = tl.load(ids_ptr + e, mask=missing, other=0)
+            choice = tl.load(choice_ptr + e, mask=missing, other=FAILED)
+            hashes = hash_id(ids)
+            count_of_buckets = field(meta_ptr, tables, BUCKETS, table, missing)
+            buckets = bucket_of(hashes, count_of_buckets)
+            heads_at = field(meta_ptr, tables, HEADS, table, missing)
+            if DIRECT:
+                inserted = missing & (choice >= 0)
+                evicts = inserted & (tl.load(victims_ptr + e, mask=inserted, other=0) != 0)
+                free = inserted & (evicts == 0)
+                slot = choice.to(tl.int64)
+            else:
+                order = -2 - choice
+                evicts = missing & (order >= 0) & (order < WIDTH)
+                bases = heads_at + (count_of_buckets + buckets) * 4
+                base = tl.load(bases.to(tl.pointer_type(tl.int32)), mask=evicts, other=0)
+                victim = tl.load(victims_ptr + base + order, mask=evicts, other=-1)
+                evicts = evicts & (victim >= 0)
+                free = missing & (choice >= 0)
+                inserted = free | evicts
+                slot = tl.where(evicts, buckets * WIDTH + victim, choice.to(tl.int64))
+            keys = (field(meta_ptr, tables, KEYS, table, inserted) + slot * 8).to(
+                tl.pointer_type(tl.int64)
+            )
+            scores = (field(meta_ptr, tables, SCORES, table, inserted) + slot * 8).to(
+                tl.pointer_type(tl.int64)
+            )
+            times = (field(meta_ptr, tables, TIMES, table, inserted) + slot * 8).to(
+                tl.pointer_type(tl.int64)
+            )
+            if KEEP:
+                tl.store(evicted_ids_ptr + e, tl.load(keys, mask=evicts, other=0), mask=evicts)
+                tl.store(evicted_scores_ptr + e, tl.load(scores, mask=evicts, other=0), mask=evicts)
+                if STRATEGY == PAIR:
+                    before = tl.load(times, mask=evicts, other=0)
+                    tl.store(evicted_times_ptr + e, before, mask=evicts)
+            tl.store((heads_at + buckets * 4).to(tl.pointer_type(tl.int32)), -1, mask=missing)
+            tl.store(keys, ids, mask=inserted)
+            digests = field(meta_ptr, tables, DIGESTS, table, inserted) + slot
+            tl.store(
+                digests.to(tl.pointer_type(tl.uint8)), digest_of(hashes).to(tl.uint8), mask=inserted
+            )
+            if STRATEGY == LFU or STRATEGY == PAIR:
+                value = tl.load(entry_counts_ptr + e, mask=inserted, other=0)
+                tl.store(scores, value, mask=inserted)
+            elif STRATEGY != NO_EVICTION:
+                value = field(batch_ptr, tables, SCORE, table, inserted)
+                tl.store(scores, value, mask=inserted)
             if STRATEGY == PAIR:
-                tl.store(evicted_times_ptr + e, tl.load(times, mask=evicts, other=0), mask=evicts)
-        tl.store((heads_at + buckets * 4).to(tl.pointer_type(tl.int32)), -1, mask=missing)
-        tl.store(keys, ids, mask=inserted)
-        digests = field(meta_ptr, tables, DIGESTS, table, inserted) + slot
-        tl.store(
-            digests.to(tl.pointer_type(tl.uint8)), digest_of(hashes).to(tl.uint8), mask=inserted
-        )
-        if STRATEGY == LFU or STRATEGY == PAIR:
-            tl.store(scores, tl.load(entry_counts_ptr + e, mask=inserted, other=0), mask=inserted)
-        elif STRATEGY != NO_EVICTION:
-            value = tl.load(batch_scores_ptr + table, mask=inserted, other=0)
-            tl.store(scores, value, mask=inserted)
-        if STRATEGY == PAIR:
-            now = tl.load(batch_scores_ptr + tables + table, mask=inserted, other=0)
-            tl.store(times, now, mask=inserted)
-        result = tl.where(inserted, slot.to(tl.int32), FAILED)
-        tl.store(slots_ptr + e, tl.where(missing, result, found), mask=mask)
-        tl.store(fresh_ptr + e, inserted.to(tl.uint8) + evicts.to(tl.uint8), mask=mask)
+                now = field(batch_ptr, tables, TIME, table, inserted)
+                tl.store(times, now, mask=inserted)
+            result = tl.where(inserted, slot.to(tl.int32), FAILED)
+            tl.store(slots_ptr + e, tl.where(missing, result, found), mask=absent)
+            tl.store(fresh_ptr + e, inserted.to(tl.uint8) + evicts.to(tl.uint8), mask=absent)
+            new = inserted.to(tl.int32)
+            total = tl.sum(new, axis=0)
+            if total > 0:
+                at = tl.atomic_add(new_count_ptr, total, sem="relaxed") + tl.cumsum(new, axis=0) - 1
+                tl.store(new_ptr + at, e, mask=inserted)
 
-        rejected = mask & (found <= REJECTED)
-        current = tl.min(tl.where(mask, table, 0x7FFFFFFF), axis=0)
-        last = tl.max(tl.where(mask, table, -1), axis=0)
-        while current <= last:
-            own = mask & (table == current)
-            counters = tl.load(meta_ptr + COUNTERS * tables + current).to(tl.pointer_type(tl.int64))
-            if TRAIN:
-                count_up(counters, HITS, hit, own)
-                count_up(counters, MISSES, missing | rejected, own)
-            count_up(counters, INSERTS, inserted, own)
-            count_up(counters, EVICTIONS, evicts, own)
-            count_up(counters, FAILURES, missing & (inserted == 0), own)
-            count_up(counters, REJECTIONS, rejected, own)
-            count_up(counters, SIZE, free, own)
-            current += 1
+            rejected = absent & (found <= REJECTED)
+            first, last = first_and_last(table, absent)
+            while first <= last:
+                own = table == first
+                counters = table_counters(meta_ptr, tables, first)
+                if TRAIN:
+                    count_up(counters, MISSES, missing | rejected, own)
+                count_up(counters, INSERTS, inserted, own)
+                count_up(counters, EVICTIONS, evicts, own)
+                count_up(counters, FAILURES, missing & (inserted == 0), own)
+                count_up(counters, REJECTIONS, rejected, own)
+                count_up(counters, SIZE, free, own)
+                first += 1
+        start += tl.num_programs(0) * BLOCK
 
 
 @kernel

@@ -62,18 +62,15 @@ class _Launcher:
         if self._direct:
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             key = (function.fn, constants, warps, device.index)
-            compiled = self._compiled.get(key)
-            if compiled is not None:
-                compiled.run(
+            known = self._compiled.get(key)
+            if known is not None:
+                start, before = known
+                start(
                     programs,
                     1,
                     1,
                     stream,
-                    compiled.function,
-                    compiled.packed_metadata,
-                    None,
-                    None,
-                    None,
+                    *before,
                     # Addresses: the launcher would ask the driver about every tensor.
                     *[one if type(one) is int else one.data_ptr() for one in args],
                     *constants,
@@ -82,12 +79,21 @@ class _Launcher:
         compiled = function[(programs,)](*args, *constants, num_warps=warps, enable_fp_fusion=False)
         if self._direct:
             try:
-                compiled._init_handles()
-                if not callable(compiled.run) or compiled.function is None:
-                    raise AttributeError("run")
-                self._compiled[key] = compiled
+                self._compiled[key] = _direct_launch(compiled)
             except AttributeError:
                 self._direct = False
+
+
+def _direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What starts a compiled kernel, and its arguments between the stream and the kernel's own."""
+    compiled._init_handles()
+    run = compiled.run
+    hooks = (compiled.packed_metadata, None, None, None)
+    if run.global_scratch_size or run.profile_scratch_size:
+        return run, (compiled.function, *hooks)
+    # No memory to be made for the kernel: past the wrapper that would do so.
+    flags = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return run.launch, (compiled.function, *flags, *hooks)
 
 
 launch = _Launcher()

@@ -14,7 +14,7 @@ DIGESTS = tl.constexpr(0)  # uint8 per slot; 0: empty
 KEYS = tl.constexpr(1)  # int64 per slot
 SCORES = tl.constexpr(2)  # int64 per slot
 TIMES = tl.constexpr(3)  # int64 per slot, of the pair strategy
-TOUCHED = tl.constexpr(4)  # one bit per slot, all 0 between batches
+TOUCHED = tl.constexpr(4)  # uint8 per slot: the number of the batch that used it last
 HEADS = tl.constexpr(5)  # int32 per bucket, all -1 between batches
 ROWS = tl.constexpr(6)
 STATE = tl.constexpr(7)
@@ -22,7 +22,14 @@ BUCKETS = tl.constexpr(8)
 SEED = tl.constexpr(9)
 CLASS = tl.constexpr(10)
 COUNTERS = tl.constexpr(11)  # int64 [8]
-INTEGERS = 12
+STAMPS = tl.constexpr(12)  # int32 per slot: when its row changed last; 0: not written down
+INTEGERS = 13
+
+#: Rows of a batch's array, int64 [BATCH_NUMBERS, tables].
+SCORE = tl.constexpr(0)  # what rows that the batch meets take as score
+TIME = tl.constexpr(1)  # the same of the pair strategy's time
+MARK = tl.constexpr(2)  # the number of the batch in TOUCHED
+BATCH_NUMBERS = 3
 
 #: Rows of the initialiser's array.
 VALUE = tl.constexpr(0)
@@ -62,15 +69,15 @@ PAIR = tl.constexpr(5)
 
 
 @triton.jit
-def table_of(places, bounds_ptr, tables, mask, ONE: tl.constexpr):
-    """The table of each place: bounds[t] <= place < bounds[t + 1]."""
+def table_of(places, bounds_ptr, bounds_step, tables, mask, ONE: tl.constexpr):
+    """The table of each place: bounds[t * step] <= place < bounds[(t + 1) * step]."""
     low = places * 0
     if not ONE:
         high = low + tables
         steps = tables
         while steps > 1:
             middle = (low + high) // 2
-            after = places >= tl.load(bounds_ptr + middle, mask=mask, other=0)
+            after = places >= tl.load(bounds_ptr + middle * bounds_step, mask=mask, other=0)
             wider = (high - low) > 1
             low = tl.where(wider & after, middle, low)
             high = tl.where(wider & (after == 0), middle, high)

@@ -48,17 +48,33 @@ def load_rows(
     return values
 
 
+@triton.jit
+def store_rows(
+    values, i, mask, out_ptr, out_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    TYPE: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """out[i] = values, from the numbers of a table to those of an output."""
+    if TYPE != OUT:
+        values = narrow(widen(values, TYPE), OUT)
+    column = tl.arange(0, COLUMNS)
+    inside = mask[:, None]
+    if COLUMNS != DIM:
+        inside = inside & (column < DIM)[None, :]
+    places = out_ptr + i.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(places, values, mask=inside)
+
+
 @kernel
 def gather_kernel(
-    slots_ptr, entry_of_ptr, bounds_ptr, count, meta_ptr, floats_ptr, tables, number, side_ptr,
-    out_ptr, out_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
+    slots_ptr, entry_of_ptr, bounds_ptr, bounds_step, count, meta_ptr, floats_ptr, tables, number,
+    side_ptr, out_ptr, out_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     TYPE: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
     ONE_CLASS: tl.constexpr, ENTRIES: tl.constexpr, MISS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """out[i] = the row of occurrence i. ENTRIES: its slot is that of its entry."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    table = table_of(i, bounds_ptr, tables, mask, ONE)
+    table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
     mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
     if ENTRIES:
         place = tl.load(entry_of_ptr + i, mask=mask, other=0)
@@ -69,14 +85,7 @@ def gather_kernel(
         slots, table, mask, meta_ptr, floats_ptr, side_ptr, tables, DIM, COLUMNS, STRIDE, TYPE,
         MISS, SIDE,
     )  # fmt: skip
-    if TYPE != OUT:
-        values = narrow(widen(values, TYPE), OUT)
-    column = tl.arange(0, COLUMNS)
-    inside = mask[:, None]
-    if COLUMNS != DIM:
-        inside = inside & (column < DIM)[None, :]
-    places = out_ptr + i.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(places, values, mask=inside)
+    store_rows(values, i, mask, out_ptr, out_stride, DIM, COLUMNS, TYPE, OUT)
 
 
 @kernel

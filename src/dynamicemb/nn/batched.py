@@ -142,6 +142,8 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         """Where the ids of each table begin; on a GPU they are not read by the host."""
         firsts = [batch_size * n for n in itertools.accumulate(self.features, initial=0)]
         if len(self.tables) > 1 and self.device.type != "cpu":
+            if len(set(self.features)) == 1 and batch_size:  # a view: every so many offsets
+                return offsets[:: batch_size * self.features[0]]
             if self._first_bags is None or self._first_bags[0] != batch_size:
                 places = torch.tensor(firsts, device="cpu").to(self.device, non_blocking=True)
                 self._first_bags = batch_size, places
@@ -191,8 +193,11 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         if frequency_counters is not None:
             counts = check_ids("frequency_counters", frequency_counters, self.device)
             counts = self.tables[0].check_counts(counts, plan.count)
-        # The caller may reuse its buffer before forward compares the ids.
-        plan = replace(plan, ids=plan.ids.clone())
+        # The caller may reuse its buffers before forward compares the ids.
+        bounds = plan.bounds
+        if isinstance(bounds, torch.Tensor):
+            bounds = bounds.clone(memory_format=torch.contiguous_format)
+        plan = replace(plan, ids=plan.ids.clone(), bounds=bounds)
         lookup = None
         if self._group.read_ahead(plan.ids, plan.bounds):
             counts = None if counts is None else counts.clone()

@@ -82,7 +82,7 @@ class PendingGradients:
         self._kept = parts[0] if len(parts) == 1 else self._group.merge(parts)
         norms = torch.stack([torch.linalg.vector_norm(sums) for _, sums in self._kept])
         with torch.no_grad():
-            handle.grad.fill_(torch.linalg.vector_norm(norms))
+            handle.grad.fill_(float(torch.linalg.vector_norm(norms)))
         self._norm = float(handle.grad)
 
     def __bool__(self) -> bool:

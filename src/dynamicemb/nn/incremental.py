@@ -55,8 +55,8 @@ def collect_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and rows since ``threshold`` (``None``: all), in ``dtype`` (the table's)."""
     dtype = table.dtype if dtype is None else dtype
-    ids = [torch.empty(0, dtype=torch.int64, device=table.device)]
-    rows = [torch.empty(0, table.dim, dtype=dtype, device=table.device)]
+    ids = [torch.empty(0, dtype=torch.int64, device="cpu")]
+    rows = [torch.empty(0, table.dim, dtype=dtype, device="cpu")]
     if threshold is None:
         parts = table.export(batch_size=batch_size)
     else:

@@ -406,5 +406,6 @@ class _RowLookup(torch.autograd.Function):
         module: DynamicModule = ctx.module
         rows, weights = ctx.needs_input_grad[:2]
         weight_gradient = module.propagate(ctx.plan, found, gradient, rows=rows, weights=weights)
-        handle_gradient = None if module.fused else torch.ones(1, device=module.device)
+        # Where the handle is: moving a module moves it, and leaves the tables where they are.
+        handle_gradient = None if module.fused else torch.ones(1, device=module.handle.device)
         return handle_gradient, weight_gradient, None, None

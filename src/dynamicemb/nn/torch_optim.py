@@ -112,10 +112,6 @@ def _rows_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Any
     return found
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
-
-
 _hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -123,11 +119,33 @@ _hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, torch.
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """``args`` begins with the optimizer itself."""
     rows = _rows_of(optimizer)
+    if not rows:
+        return None
     steps = [(module, translate(optimizer, group)) for group, _, module in rows]
-    if _has_closure(args, kwargs):  # its backward comes inside the step
-        return
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _update(optimizer, rows, steps)
+        return None
+
+    def closure_and_rows() -> Any:
+        # Its backward comes inside the step, which may change gradients as soon as it has them.
+        loss = closure()
+        _update(optimizer, rows, steps)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closure_and_rows, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_rows}
+
+
+def _update(
+    optimizer: torch.optim.Optimizer,
+    rows: list[tuple[dict[str, Any], Any, DynamicModule]],
+    steps: list[tuple[DynamicModule, Optimizer]],
+) -> None:
     for module, step in steps:
         module.apply_torch_optimizer(step)
     # The handle is not a weight: the optimizer must not see that it has a gradient.
@@ -143,9 +161,6 @@ def _after_step(
 ) -> None:
     for handle, gradient in _hidden.pop(optimizer, []):
         handle.grad = gradient
-    if _has_closure(args, kwargs):
-        for group, _, module in _rows_of(optimizer):
-            module.apply_torch_optimizer(translate(optimizer, group))
 
 
 register_optimizer_step_pre_hook(_before_step)

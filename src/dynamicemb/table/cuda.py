@@ -40,8 +40,9 @@ from dynamicemb.table.base import (
     Written,
 )
 from dynamicemb.table.cuda_batch import ELEMENTS, SLOT_REJECTED, Batch
-from dynamicemb.table.cuda_group import CudaTableGroup, bits
-from dynamicemb.table.cuda_layout import initializer_column, signed, to_device
+from dynamicemb.table.cuda_changes import LAST_MARK, Changes, Removals
+from dynamicemb.table.cuda_group import CudaTableGroup
+from dynamicemb.table.cuda_layout import bits, initializer_column, signed, to_device
 from dynamicemb.table.numbers import (
     NO_EVICTION_STRATEGY,
     initializer_numbers,
@@ -84,6 +85,8 @@ class CudaTable(Table):
         self._width, self.buckets, self._max_buckets = self.bucket_layout_of(self.options)
         self.max_slots = self._width * self._max_buckets
         self.layout_version = 0
+        self.mark = 0  # of the running batch in ``touched``
+        self.known_changes = Changes()
         self.changes = 0  # whatever may have moved a row: batches, erasures, growth
         self._wide_index: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.stream: int | None = None  # where the last work on the table is queued
@@ -110,14 +113,14 @@ class CudaTable(Table):
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def _index(self, buckets: int) -> dict[str, torch.Tensor | None]:
-        """An empty index: 17.2 bytes per slot of usual buckets, 8 more for the pair strategy."""
+        """An empty index: 18.1 bytes per slot of usual buckets, 8 more for the pair strategy."""
         slots = buckets * self._width
         return {
             "digests": self._zeros(slots, torch.uint8),
             "keys": self._zeros(slots, torch.int64),
             "scores": self._zeros(slots, torch.int64),
             "times": self._zeros(slots, torch.int64) if self.score_words == 2 else None,
-            "touched": self._zeros(blocks(slots, 32), torch.int32),
+            "touched": self._zeros(slots, torch.uint8),
             # The second half: where the victims of a bucket are listed.
             "heads": torch.full((2 * buckets,), -1, dtype=torch.int32, device=self._device),
         }
@@ -171,9 +174,10 @@ class CudaTable(Table):
         counts = dict(zip(COUNTER_NAMES, self.counters.tolist(), strict=True))
         tensors = (
             self.digests, self.keys, self.scores, self.times, self.touched, self.heads, self.rows,
-            self.state,
+            self.state, self.known_changes.stamps,
         )  # fmt: skip
-        used = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        used = 0 if self.known_changes.removals is None else self.known_changes.removals.bytes()
+        used += sum(tensor.nbytes for tensor in tensors if tensor is not None)
         used += 0 if self.counter is None else self.counter.table.stats().bytes
         return TableStats(
             **counts, capacity=self.capacity, load_factor=counts["size"] / self.capacity, bytes=used
@@ -252,8 +256,15 @@ class CudaTable(Table):
 
     def touched_slots(self) -> torch.Tensor:
         """bool: which slots the running batch marked."""
-        bits = torch.arange(32, device=self._device, dtype=torch.int32)
-        return ((self.touched[:, None] >> bits) & 1).flatten()[: self.capacity].to(torch.bool)
+        return self.touched == self.mark
+
+    def next_mark(self) -> int:
+        """What the batch that starts now marks the slots with that it uses."""
+        self.mark += 1
+        if self.mark == 256:
+            self.touched.zero_()
+            self.mark = 1
+        return self.mark
 
     def buckets_of(self, ids: torch.Tensor, buckets: int | None = None) -> torch.Tensor:
         """int64: the bucket of each id."""
@@ -281,24 +292,36 @@ class CudaTable(Table):
         changed_since: int | None = None,
     ) -> Iterator[Rows]:
         batch_size = check_integer("batch_size", batch_size, minimum=1)
-        if changed_since is not None:
-            raise self._no_changes()
         threshold = None
         if score_threshold is not None:
             threshold = check_integer(
                 "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
             )
-        return self._export(batch_size, threshold)
+        if changed_since is not None:
+            changed_since = check_integer(
+                "changed_since", changed_since, minimum=1, maximum=2**64 - 1
+            )
+            if self.known_changes.stamps is None:
+                raise UsageError(f"table {self.name!r} has no marks yet: call mark_changes() first")
+        return self._export(batch_size, threshold, changed_since)
 
-    def _export(self, batch_size: int, threshold: int | None) -> Iterator[Rows]:
+    def _export(
+        self, batch_size: int, threshold: int | None, changed_since: int | None
+    ) -> Iterator[Rows]:
         with self.lock:
             self.enter()
-            wanted = self.digests != 0
+            occupied = self.digests != 0
+            wanted = occupied
             if threshold is not None:
                 words = self.scores if self.times is None else self.times
                 limit = signed(threshold) ^ -(2**63)
-                wanted &= (words ^ -(2**63)) >= limit
-            slots = wanted.nonzero().squeeze(1)
+                wanted = (words ^ -(2**63)) >= limit
+            if changed_since is not None:
+                stamps = self.known_changes.stamps
+                assert stamps is not None
+                changed = stamps > min(changed_since, LAST_MARK)
+                wanted = changed if threshold is None else wanted | changed
+            slots = (wanted & occupied).nonzero().squeeze(1)
         for part in slots.split(batch_size):
             if len(part):
                 yield self.rows_of(part)
@@ -310,6 +333,49 @@ class CudaTable(Table):
             self.gather(slots.to(torch.int32), embeddings, missing=False)
             state = self.state.index_select(0, slots)[:, : self.state_dim].contiguous()
             return Rows(self.keys.index_select(0, slots), embeddings, state, self._scores(slots))
+
+    # ---- changes ----
+
+    def mark_changes(self) -> int:
+        with self.lock:
+            if self.known_changes.stamps is None:
+                self.enter()
+                try:
+                    self.known_changes.stamps = self._zeros(self.capacity, torch.int32)
+                except torch.cuda.OutOfMemoryError as error:
+                    raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+                self.moved()
+            return self.known_changes.mark()
+
+    def log_removals(self, limit: int | None = None) -> None:
+        if limit is None:
+            limit = max(2**20, 2 * self.max_slots)
+        limit = check_integer("limit", limit, minimum=1, maximum=2**40)
+        with self.lock:
+            removals = self.known_changes.removals
+            if removals is None:
+                self.known_changes.removals = Removals(self.mark_changes(), limit)
+                self.moved()
+            else:
+                removals.limit = limit
+
+    @property
+    def logs_removals(self) -> bool:
+        return self.known_changes.removals is not None
+
+    def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
+        removals = self.known_changes.removals
+        assert removals is not None
+        with self.lock:
+            ids = removals.since(mark)
+            if ids is None:
+                ids = torch.empty(0, dtype=torch.int64, device=self._device)
+            return removals.known_since, ids
+
+    def _log_removed(self, slots: torch.Tensor) -> None:
+        """The ids in these slots (int64) leave."""
+        if self.known_changes.removals is not None:
+            self.known_changes.removals.add(self.known_changes.now, self.keys[slots])
 
     # ---- writing ----
 
@@ -379,6 +445,7 @@ class CudaTable(Table):
             self.enter()
             batch = self.located(ids)
             self._write_given(batch, embeddings, state, scores)
+            batch.stamp()
             self.changes += 1
             return self._written(batch)
 
@@ -389,12 +456,20 @@ class CudaTable(Table):
         state: torch.Tensor | None,
         scores: torch.Tensor | None,
         keep_evicted: bool,
+        hold: Callable[[], None] | None = None,
     ) -> tuple[Batch, Rows | None]:
         ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
         group = self.group
         score = (0, 0) if scores is not None else self.batch_score()
         batch, evicted = group.insert_batch(
-            ids, None, [score], counts=None, codes=None, train=False, keep_evicted=keep_evicted
+            ids,
+            None,
+            [score],
+            counts=None,
+            codes=None,
+            train=False,
+            keep_evicted=keep_evicted,
+            hold=hold,
         )
         batch.initialize(embeddings=False)
         self._write_given(batch, embeddings, state, scores)
@@ -410,11 +485,12 @@ class CudaTable(Table):
         batch.slots = batch.locate(None)
         return batch
 
-    def bring_in(self, given: Rows) -> Written:
-        """Insert whole rows of distinct ids; see :meth:`TableGroup.bring_in`."""
+    def bring_in(self, given: Rows, hold: Callable[[], None]) -> Written:
+        """Insert whole rows of distinct ids; see :meth:`TableGroup.bring_in`. ``hold`` keeps rows
+        from being evicted."""
         with self.lock:
             batch, evicted = self._write(
-                given.ids, given.embeddings, given.state, given.scores, True
+                given.ids, given.embeddings, given.state, given.scores, True, hold
             )
             return Written(self._written(batch), evicted)
 
@@ -464,7 +540,7 @@ class CudaTable(Table):
             # Given numbers: go on after the largest.
             used = torch.arange(batch.n, device=self._device) < batch.count
             there = used & (batch.slots >= 0)
-            stored = self.scores[batch.slots.clamp(min=0).to(torch.int64)]
+            stored = self.scores[torch.where(there, batch.slots, 0).to(torch.int64)]
             after = torch.where(stored == -1, stored, stored + 1) ^ -(2**63)
             most = torch.where(there, after, -(2**63)).max()
             self.next_number = torch.maximum(self.next_number ^ -(2**63), most) ^ -(2**63)
@@ -488,6 +564,7 @@ class CudaTable(Table):
             entries = there.nonzero().squeeze(1)
             removed[batch.first[entries].to(torch.int64)] = True
             gone = slots[entries].to(torch.int64)
+            self._log_removed(gone)
             self.digests[gone] = 0
             self.scores[gone] = 0
             self.counters[_SIZE] -= len(gone)
@@ -497,6 +574,8 @@ class CudaTable(Table):
     def clear(self) -> None:
         with self.lock:
             self.enter()
+            if self.logs_removals:
+                self._log_removed((self.digests != 0).nonzero().squeeze(1))
             for tensor in (self.digests, self.keys, self.scores, self.times):
                 if tensor is not None:
                     tensor.zero_()
@@ -525,6 +604,8 @@ class CudaTable(Table):
                 state[:, :columns] = to_device(optimizer.initial_state(self.dim), self._device)
                 self.state = state
                 self.iteration = 0
+                if self.known_changes.stamps is not None:
+                    self.known_changes.stamps.fill_(self.known_changes.now)
             self._optimizer = optimizer
             self.moved()
 
@@ -556,13 +637,14 @@ class CudaTable(Table):
         it has arrived."""
         if not self.may_grow:
             return
-        self._size_bound += incoming
         if self._pending_size is not None:
             copy, event, since = self._pending_size
-            if event is None or not event.query():
+            if not event.query():
+                self._size_bound += incoming
                 self._pending_size = copy, event, since + incoming
                 return
             self._refine_bound()
+        self._size_bound += incoming  # until the size that is asked for now has arrived
         if self._device.type == "cuda":
             copy = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             copy.copy_(self.counters[_SIZE : _SIZE + 1], non_blocking=True)
@@ -609,6 +691,9 @@ class CudaTable(Table):
         try:
             index = self._index(buckets)
             moved = self._rows(buckets, self._optimizer)
+            stamps = self.known_changes.stamps
+            if stamps is not None:
+                stamps = self._zeros(buckets * self._width, torch.int32)
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"table {self.name!r} could not grow to {buckets * self._width} slots: {error}"
@@ -620,6 +705,9 @@ class CudaTable(Table):
         for to, source in zip(moved, (self.rows, self.state), strict=True):
             if not self.rowless:
                 to[new] = source[old]
+        if stamps is not None and self.known_changes.stamps is not None:
+            stamps[new] = self.known_changes.stamps[old]
+        self.known_changes.stamps = stamps
         for name, tensor in index.items():
             setattr(self, name, tensor)
         self.rows, self.state = moved

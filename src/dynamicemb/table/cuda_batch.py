@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynamicemb.kernels import dedup, find, initialize, insert
-from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
+from dynamicemb.kernels.gradients import HOT, LONG, SUM_BLOCK
 from dynamicemb.kernels.launch import INTERPRETED, blocks, launch, power_of_two
 from dynamicemb.kernels.layout import FAILED, GONE, REJECTED
+from dynamicemb.table.cuda_workspace import NUMBERING_PROGRAMS, Workspace, hot_blocks
 from dynamicemb.table.numbers import LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 LANES = 256 if INTERPRETED else 32
 PLACES = 256 if INTERPRETED else 128
 ELEMENTS = 256
+#: Ids that one program claims cells for, and ids of a tile whose entries are numbered.
+CLAIMED = 256 if INTERPRETED else 32
+NUMBERED = 512
+COMMITTED = 512
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
 PERSISTENT = 2 if INTERPRETED else 132 * 16
@@ -37,8 +42,11 @@ class Batch:
     Entry arrays have room for one entry per id; ``count`` (int32 [1], on the device) says how many
     are used. ``slots[e]``: the slot of entry e in its table, or SLOT_FAILED, SLOT_GONE, or
     SLOT_REJECTED - k for an entry that was not admitted and reads row k of the ``sides``
-    of its table's (dim, type).
+    of its table's (dim, type). The arrays belong to a workspace that other batches use after this
+    one: what outlives the batch is copied.
     """
+
+    _space: Workspace | None = None
 
     def __init__(
         self,
@@ -47,19 +55,48 @@ class Batch:
         bounds: torch.Tensor | None,
         *,
         distinct: bool = False,
+        space: Workspace | None = None,
+        captured: bool = False,
+        replayed: bool = False,
     ) -> None:
+        """``distinct``: no id occurs twice. ``space``: to work there; else one of the layout's
+        workspaces. ``captured``: its launches become a graph of that workspace, which stays the
+        caller's; ``replayed``: that graph does it all."""
+        self._gives_back = not captured
         self.layout = layout
         self.all_ids = ids
-        self.bounds = bounds
-        self.n = len(ids)
-        self.device = ids.device
+        # Some pointer where one table needs none.
+        self.bounds = layout.meta if bounds is None else bounds
+        self.bounds_step = 1 if bounds is None else bounds.stride(0)
+        self.n = ids.shape[0]
+        self.device = layout.device
+        self.one = layout.tables == 1
         self.sides: dict[tuple[int, int], torch.Tensor] = {}
-        self._order: torch.Tensor | None = None
-        self._hot: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        if distinct and self.one:
+        self._grouped = self._listed = replayed
+        self._guess()
+        self._space = space = layout.workspaces.take(self.n) if space is None else space
+        self.cut = cut = space.cut(self.n)
+        self.count = space.count
+        self.ids, self.tables = cut.ids, cut.tables
+        self.first, self.entry_of = cut.first, cut.entry_of
+        self.slots, self.fresh = cut.slots, cut.fresh
+        if replayed:
+            return
+        if self.n == 0:
+            space.work.zero_()
+        elif distinct and self.one:
             self._take_distinct()
         else:
             self._dedup()
+
+    def __del__(self) -> None:
+        if self._space is not None and self._gives_back:
+            self.layout.workspaces.give_back(self._space)
+
+    @property
+    def space(self) -> Workspace:
+        assert self._space is not None
+        return self._space
 
     def side_of(self, one: TableClass) -> torch.Tensor | None:
         """The rows that rejected ids of a class of tables read."""
@@ -68,97 +105,112 @@ class Batch:
     def _new(self, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
         return torch.empty(self.n if count is None else count, dtype=dtype, device=self.device)
 
-    @property
-    def count(self) -> torch.Tensor:
-        """How many entries there are: int32, one number on the device."""
-        return self._work[:1]
-
-    @property
-    def one(self) -> bool:
-        return self.layout.tables == 1
-
-    @property
-    def bounds_or_any(self) -> torch.Tensor:
-        """The bounds, or some pointer where one table needs none."""
-        return self.layout.meta if self.bounds is None else self.bounds
-
     def _run(self, function: Any, size: int, args: Any, constants: Any, warps: int = 1) -> None:
         launch(function, blocks(self.n, size), args, constants, warps=warps, device=self.device)
+
+    def _run_entries(
+        self, function: Any, size: int, args: Any, constants: Any, warps: int = 1
+    ) -> None:
+        """A kernel over the entries, which loops where there are more than expected."""
+        programs = blocks(self.entries_guess, size)
+        launch(function, programs, args, constants, warps=warps, device=self.device)
 
     # ---- distinct ids ----
 
     def _take_distinct(self) -> None:
         """The caller knows that no id occurs twice."""
+        space = self.space
         self.ids = self.tables = self.all_ids
-        self.entry_of = self.first = torch.arange(self.n, dtype=torch.int32, device=self.device)
-        self._work = torch.zeros(16, dtype=torch.int32, device=self.device)
-        self._work[0] = self.n
-
-    def _dedup(self) -> None:
-        n, tables = self.n, self.layout.tables
-        self.ids = self._new(torch.int64)
-        self.first = self._new(torch.int32)
-        self.entry_of = self._new(torch.int32)
-        self.tables = self.ids if self.one else self._new(torch.int32)
-        if n == 0:
-            self._work = torch.zeros(16, dtype=torch.int32, device=self.device)
-            return
-        self._work = self._new(torch.int32, 16)
-        cells = power_of_two(2 * n)
-        space = torch.full((cells,), -1, dtype=torch.int32, device=self.device)
-        cell_of = self._new(torch.int32)
-        first = self._new(torch.int32)
-        bounds = self.bounds_or_any
+        self.first = self.entry_of
         self._run(
-            dedup.claim_kernel,
+            dedup.distinct_kernel,
             ELEMENTS,
-            (self.all_ids, bounds, n, tables, space, cells - 1, self.layout.dummies, cell_of),
-            (ELEMENTS, self.one),
+            (self.n, space.entry_of, space.work, space.words),
+            (ELEMENTS,),
             warps=8,
         )
-        self._run(dedup.first_kernel, ELEMENTS, (n, space, cell_of, first), (ELEMENTS,), warps=8)
-        ranks = torch.cumsum(first, 0, dtype=torch.int32)
+
+    def _dedup(self) -> None:
+        n, layout, space = self.n, self.layout, self.space
+        self.cut.space.fill_(-1)
         self._run(
-            dedup.emit_kernel,
-            ELEMENTS,
-            (self.all_ids, bounds, n, tables, space, cell_of, ranks, self.entry_of, self.ids,
-             self.first, self.tables, self._work),
-            (ELEMENTS, self.one),
-            warps=8,
+            dedup.claim_kernel,
+            CLAIMED,
+            (self.all_ids, self.bounds, self.bounds_step, n, layout.tables, space.space,
+             self.cut.cells - 1, layout.dummies, space.cell_of),
+            (CLAIMED, self.one),
+            warps=1,
         )  # fmt: skip
+        tiles = blocks(n, NUMBERED * NUMBERING_PROGRAMS)
+        programs = blocks(n, NUMBERED * tiles)
+        launch(
+            dedup.first_kernel,
+            programs,
+            (n, tiles, space.space, space.cell_of, space.is_first, space.totals),
+            (NUMBERED,),
+            warps=4,
+            device=self.device,
+        )
+        launch(
+            dedup.emit_kernel,
+            programs,
+            (self.all_ids, self.bounds, self.bounds_step, n, layout.tables, tiles, space.is_first,
+             space.totals, space.cell_of, space.space, space.ids, space.first, space.tables,
+             space.work, space.words, layout.hint),
+            (NUMBERED, NUMBERING_PROGRAMS, self.one),
+            warps=4,
+            device=self.device,
+        )  # fmt: skip
+        self._run(
+            dedup.entries_kernel,
+            4 * ELEMENTS,
+            (n, space.space, space.cell_of, space.entry_of),
+            (4 * ELEMENTS,),
+            warps=8,
+        )
 
     def group(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(order, starts): the occurrences of entry e are order[starts[e] : starts[e + 1]],
         ascending."""
-        if self._order is None:
-            self._starts = self._new(torch.int32, self.n + 1)
-            if self.n == 0:
-                self._order = self._new(torch.int64)
-                return self._order, self._starts
-            entries, self._order = torch.sort(self.entry_of, stable=True)
-            self._run(
-                dedup.spans_kernel, ELEMENTS, (entries, self.n, self._starts), (ELEMENTS,), warps=8
-            )
-        return self._order, self._starts
-
-    def hot(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(first block of an entry, entry of a block, number of blocks) of the entries with more
-        than HOT occurrences."""
-        if self._hot is None:
-            _, starts = self.group()
-            base = self._new(torch.int32)
-            entry = self._new(torch.int32, 2 * blocks(self.n, HOT) + 1)  # enough
-            work = self._work[4:]
-            if self.n > HOT:
+        cut = self.cut
+        if not self._grouped:
+            self._grouped = True
+            if self.n:
+                torch.sort(self.entry_of, stable=True, out=(cut.sorted, cut.order))
                 self._run(
-                    dedup.hot_kernel,
-                    ELEMENTS,
-                    (starts, self.count, base, entry, work),
-                    (HOT, SUM_BLOCK, ELEMENTS),
+                    dedup.spans_kernel,
+                    4 * ELEMENTS,
+                    (cut.sorted, self.n, cut.starts),
+                    (4 * ELEMENTS,),
                     warps=8,
                 )
-            self._hot = base, entry, work
-        return self._hot
+        return cut.order, cut.starts
+
+    def list_hot(self) -> None:
+        """List the blocks of entries with more than HOT occurrences: ``hot_entry`` of the workspace
+        has the entries, ``hot_base`` the first block of an entry, ``hot_count`` how many."""
+        if not self._listed and self.n > HOT:
+            self._listed = True
+            _, starts = self.group()
+            space = self.space
+            self._run(
+                dedup.hot_kernel,
+                ELEMENTS,
+                (starts, self.count, hot_blocks(self.n), space.hot_base, space.hot_entry,
+                 space.hot_count),
+                (HOT, LONG, SUM_BLOCK, ELEMENTS),
+                warps=8,
+            )  # fmt: skip
+
+    def _guess(self) -> None:
+        """How many entries and hot blocks there may be, from batches before. Kernels are started
+        for so many, and loop where there are more: results do not depend on it."""
+        self.entries_guess, self.hot_guess = self.n, hot_blocks(self.n)
+        entries, ids, parts = self.layout.hint_array.tolist()
+        if ids > 0 and entries > 0:
+            scale = 1.05 * self.n / ids
+            self.entries_guess = min(self.entries_guess, int(scale * entries) + 64)
+            self.hot_guess = min(self.hot_guess, int(scale * parts) + 64)
 
     def occurrences(self, given: torch.Tensor | None) -> torch.Tensor:
         """int64: how often each entry occurs, or the sum of the ``given`` counts."""
@@ -209,7 +261,7 @@ class Batch:
                 wanted = slice(None) if self.one else (self.tables == t)
                 found = layout.owners[t].wide_slots(self.ids)
                 known[wanted] = found if self.one else found[wanted]
-        self._run(
+        self._run_entries(
             find.find_kernel,
             LANES,
             (
@@ -219,7 +271,7 @@ class Batch:
                 layout.meta,
                 layout.tables,
                 one.number,
-                layout.batch_scores,
+                layout.batch_numbers.device_tensor,
                 any_pointer if counts is None else counts,
                 any_pointer if codes is None else codes,
                 any_pointer if known is None else known,
@@ -252,16 +304,14 @@ class Batch:
         keep_evicted: bool,
     ) -> None:
         """Find all entries, score the hits, insert the others: fills ``slots`` and ``fresh``."""
-        layout = self.layout
-        found = self._new(torch.int32)
-        following = self._new(torch.int32)
-        choice = self._new(torch.int32)
-        self.slots = self._new(torch.int32)
-        self.fresh = self._new(torch.uint8)
-        kept = self.n if keep_evicted else 0
-        self.evicted_ids = self._new(torch.int64, kept)
-        self.evicted_scores = self._new(torch.int64, kept)
-        self.evicted_times = self._new(torch.int64, kept)
+        layout, space = self.layout, self.space
+        found, following, choice = space.found, space.following, space.choice
+        # Some pointer where nothing is kept.
+        self.evicted_ids = self.evicted_scores = self.evicted_times = self.ids
+        if keep_evicted:
+            self.evicted_ids = self._new(torch.int64)
+            self.evicted_scores = self._new(torch.int64)
+            self.evicted_times = self._new(torch.int64)
         for one in layout.classes:
             counting = one.strategy in (LFU_STRATEGY, PAIR_STRATEGY)
             if counting and counts is None:
@@ -275,9 +325,9 @@ class Batch:
             else:
                 victims = self._place(one, found, following, choice)
             pointers = self.ids
-            self._run(
+            self._run_entries(
                 insert.commit_kernel,
-                ELEMENTS,
+                COMMITTED,
                 (
                     self.ids,
                     self.tables,
@@ -285,20 +335,22 @@ class Batch:
                     layout.meta,
                     layout.tables,
                     one.number,
-                    layout.batch_scores,
+                    layout.batch_numbers.device_tensor,
                     pointers if counts is None else counts,
                     found,
                     choice,
                     victims,
                     self.slots,
                     self.fresh,
+                    space.new,
+                    space.new_count,
                     self.evicted_ids,
                     self.evicted_scores,
                     self.evicted_times,
                 ),
                 (
                     one.width,
-                    ELEMENTS,
+                    COMMITTED,
                     self.one,
                     layout.one_class,
                     one.strategy,
@@ -306,18 +358,16 @@ class Batch:
                     keep_evicted,
                     direct,
                 ),
-                warps=8,
+                warps=4,
             )
 
     def _place(
         self, one: TableClass, found: torch.Tensor, following: torch.Tensor, choice: torch.Tensor
     ) -> torch.Tensor:
         """Slots from the buckets' lists; returns the victims that ``choice`` refers to."""
-        layout = self.layout
-        work = self._work[8:] if one.number == 0 else torch.zeros_like(self._work)
-        leaders = self._new(torch.int32, 3 * self.n)
-        victims = self._new(torch.int32)
-        self._run(
+        layout, space = self.layout, self.space
+        work, leaders, victims = space.class_work[one.number], space.leaders, space.victims
+        self._run_entries(
             insert.place_kernel,
             PLACES,
             (
@@ -332,7 +382,7 @@ class Batch:
                 choice,
                 work,
                 leaders,
-                self.n,
+                space.capacity,
             ),
             (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy),
             warps=4,
@@ -348,11 +398,12 @@ class Batch:
                 self.ids,
                 self.tables,
                 layout.meta,
+                layout.batch_numbers.device_tensor,
                 layout.tables,
                 one.number,
                 work,
                 leaders,
-                self.n,
+                space.capacity,
                 victims,
             ),
             (one.width, padded, rows, self.one, layout.one_class),
@@ -417,9 +468,9 @@ class Batch:
                 (
                     self.ids,
                     self.tables,
-                    self.count,
+                    self.space.new,
+                    self.space.new_count,
                     self.slots,
-                    self.fresh,
                     layout.meta,
                     layout.floats,
                     layout.tables,
@@ -447,7 +498,8 @@ class Batch:
     def number_rows(self, t: int) -> None:
         """NO_EVICTION: number the new rows of table t."""
         table, layout = self.layout.owners[t], self.layout
-        fresh = (self.fresh > 0) & (torch.arange(self.n, device=self.device) < self.count)
+        fresh = self.fresh > 0
+        fresh &= torch.arange(self.n, device=self.device) < self.count
         if not self.one:
             fresh &= self.tables == t
         ranks = torch.cumsum(fresh, 0, dtype=torch.int32)
@@ -473,13 +525,38 @@ class Batch:
         wrapped = (table.next_number ^ -(2**63)) < (before ^ -(2**63))
         table.next_number.masked_fill_(wrapped, -1)
 
-    def mark(self, slots: torch.Tensor, *, on: bool) -> None:
-        """Keep the rows of these entries from being evicted, or allow it again."""
+    def stamp(self) -> None:
+        """Write down that the rows of these entries change now, in the tables that do so."""
+        layout = self.layout
+        if not layout.stamped or self.n == 0:
+            return
+        now = layout.now_numbers.keep([[table.known_changes.now for table in layout.owners]])
+        self._run(
+            find.stamp_kernel,
+            ELEMENTS,
+            (self.slots, self.tables, self.count, layout.meta, now, layout.tables),
+            (ELEMENTS, self.one),
+            warps=8,
+        )
+
+    def log_evictions(self) -> None:
+        """Tell the tables that log removals which ids were evicted. Waits for the device."""
+        evicted = self.fresh[: int(self.count)] == 2
+        for t, table in enumerate(self.layout.owners):
+            removals = table.known_changes.removals
+            if removals is not None:
+                own = evicted if self.one else evicted & (self.tables[: len(evicted)] == t)
+                ids = self.evicted_ids[: len(evicted)][own]
+                removals.add(table.known_changes.now, ids)
+
+    def protect(self) -> None:
+        """Keep the rows of these entries from being evicted by the batch that is starting."""
+        numbers = self.layout.batch_numbers.device_tensor
         self._run(
             find.mark_kernel,
             ELEMENTS,
-            (slots, self.tables, self.count, self.layout.meta, self.layout.tables),
-            (ELEMENTS, self.one, on),
+            (self.slots, self.tables, self.count, self.layout.meta, numbers, self.layout.tables),
+            (ELEMENTS, self.one),
             warps=8,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from dynamicemb.kernels import layout as words
 from dynamicemb.kernels.dedup import DUMMIES
 from dynamicemb.kernels.launch import INTERPRETED, power_of_two
 from dynamicemb.optimizers import OptimizerKind
+from dynamicemb.table.cuda_workspace import Numbers, Workspaces
 from dynamicemb.table.numbers import TYPES, initializer_numbers, strategy_number
 
 if TYPE_CHECKING:
@@ -41,29 +43,29 @@ class TableClass:
     state_dim: int
     state_stride: int
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         return self.width > WIDEST_SCAN
 
-    @property
+    @cached_property
     def line(self) -> int:
         """Digests that are read at a time."""
         return next(line for line in (128, 64, 32, 16) if self.width % line == 0)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return max(16, power_of_two(self.dim))
 
-    @property
+    @cached_property
     def state_columns(self) -> int:
         return max(1, power_of_two(self.state_dim))
 
-    @property
+    @cached_property
     def state_from(self) -> int:
         """The first state column that starts at the optimizer's initial value."""
         return self.dim if self.kind == OptimizerKind.FTRL else 0
 
-    @property
+    @cached_property
     def row_block(self) -> int:
         """Rows per program where whole rows are written."""
         return max(1, (8192 if INTERPRETED else 2048) // max(self.columns, self.state_columns))
@@ -77,13 +79,19 @@ class Layout:
         self.device = owners[0].device
         self.tables = len(self.owners)
         self.dummies = torch.zeros(DUMMIES, dtype=torch.int32, device=self.device)
-        self.batch_scores = torch.zeros(2, self.tables, dtype=torch.int64, device=self.device)
+        self.workspaces = Workspaces(self.tables, self.device)
+        self.batch_numbers = Numbers(words.BATCH_NUMBERS, self.tables, torch.int64, self.device)
+        self.now_numbers = Numbers(1, self.tables, torch.int32, self.device)
+        self.step_numbers = Numbers(words.STEP_NUMBERS, self.tables, torch.int32, self.device)
+        # Entries, ids and hot blocks of a batch that is done: the device writes, the host reads at
+        # any time.
+        pinned = self.device.type == "cuda"
+        self.hint = torch.zeros(3, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.hint_array = self.hint.numpy()
+        self._features: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: list[int] = []
+        self.version = 0  # counts changes of addresses and numbers
         self.refresh()
-
-    @property
-    def one_class(self) -> bool:
-        return len(self.classes) == 1
 
     def refresh(self) -> None:
         """Follow tables that moved or changed since."""
@@ -91,6 +99,7 @@ class Layout:
         if versions == self._versions:
             return
         self._versions = versions
+        self.version += 1
         shapes: dict[Any, list[int]] = {}
         for t, table in enumerate(self.owners):
             shapes.setdefault(_shape(table), []).append(t)
@@ -103,6 +112,10 @@ class Layout:
             )
             for number, (shape, members) in enumerate(shapes.items())
         ]
+        self.one_class = len(self.classes) == 1
+        # Whether a table writes down when rows change, and which ids leave.
+        self.stamped = any(table.known_changes.stamps is not None for table in self.owners)
+        self.logged = any(table.logs_removals for table in self.owners)
         class_of = {t: one.number for one in self.classes for t in one.members}
         integers = [_integers(table, class_of[t]) for t, table in enumerate(self.owners)]
         floats = [_floats(table) for table in self.owners]
@@ -112,19 +125,44 @@ class Layout:
         self.floats = to_device(
             torch.tensor(floats, dtype=torch.float32, device="cpu").T.contiguous(), self.device
         )
-        self.any_rows = any(one.dim > 0 for one in self.classes)
 
-    def set_scores(self, scores: Sequence[tuple[int, int]]) -> None:
-        """The scores that the next batch writes."""
-        values = [[signed(pair[word]) for pair in scores] for word in (0, 1)]
-        self.batch_scores = to_device(
-            torch.tensor(values, dtype=torch.int64, device="cpu"), self.device
-        )
+    def feature_arrays(self, features: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per feature: its table, and the column where its output starts (int32)."""
+        if features not in self._features:
+            tables, columns, column = [], [], 0
+            for t, count in enumerate(features):
+                for _ in range(count):
+                    tables.append(t)
+                    columns.append(column)
+                    column += self.owners[t].dim
+            self._features[features] = (
+                to_device(torch.tensor(tables, dtype=torch.int32, device="cpu"), self.device),
+                to_device(torch.tensor(columns, dtype=torch.int32, device="cpu"), self.device),
+            )
+        return self._features[features]
+
+    def marks(self) -> list[list[int]]:
+        """Numbers of no batch of this group, with the marks of the batches that run elsewhere."""
+        none = [0] * self.tables
+        return [none, none, [table.mark for table in self.owners]]
+
+    def start_batch(self, scores: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """The numbers of the next batch: the scores that it writes, and its marks."""
+        return [
+            [signed(score) for score, _ in scores],
+            [signed(time) for _, time in scores],
+            [table.next_mark() for table in self.owners],
+        ]
 
 
 def signed(value: int) -> int:
     """The int64 with the bits of an unsigned number."""
     return value - 2**64 if value >= 2**63 else value
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """bfloat16 as int16, as the kernels see it."""
+    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -159,6 +197,7 @@ def _integers(table: CudaTable, number: int) -> list[int]:
         (words.ROWS, table.rows),
         (words.STATE, table.state),
         (words.COUNTERS, table.counters),
+        (words.STAMPS, table.known_changes.stamps),
     ):
         values[key.value] = 0 if tensor is None else tensor.data_ptr()
     values[words.BUCKETS.value] = table.buckets

@@ -1,0 +1,321 @@
+"""Backward on a GPU: gradients summed per row, optimizer updates, gradients of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynamicemb.kernels import gradients, rows
+from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
+from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
+from dynamicemb.kernels.layout import STEP_NAMES
+from dynamicemb.optimizers import Optimizer
+from dynamicemb.options import DynamicEmbPoolingMode
+from dynamicemb.table.base import Pooling
+from dynamicemb.table.cuda_batch import ELEMENTS, Batch
+from dynamicemb.table.cuda_layout import Layout, TableClass, bits
+from dynamicemb.table.cuda_workspace import hot_blocks
+from dynamicemb.table.numbers import TYPES
+
+_L2, _DECOUPLED = 1, 2
+#: Numbers of the rows that one program updates, and those of the hot blocks that one sums at a
+#: time; occurrences that are asked for at once. Measured on an H200.
+UPDATE_TILE = 4096 if INTERPRETED else 512
+SMALL_TILE = 4096 if INTERPRETED else 256  # of rows of few columns
+HOT_TILE = 4096 if INTERPRETED else 128
+HOT_UNROLL = 2 if INTERPRETED else 16
+
+UNPOOLED = Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,))
+
+
+class _Sources:
+    """What the kernels that sum gradients share: where the gradient of an occurrence is."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        batch: Batch,
+        pooling: Pooling,
+        gradient: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> None:
+        self.layout, self.batch, self.steps = layout, batch, steps
+        self.gradient = aligned(gradient)
+        self.stride = gradient.stride(0) if gradient.dim() > 1 else 0
+        self.order, self.starts = batch.group()
+        self.batch_size = max(pooling.batch_size, 1)
+        self.bag_of = self.columns = self.offsets = self.order
+        self.weights = self.order if pooling.weights is None else aligned(pooling.weights)
+        self.constants = (
+            TYPES[pooling.dtype],
+            pooling.pooled,
+            pooling.mode is DynamicEmbPoolingMode.MEAN,
+            pooling.weights is not None,
+        )
+        if pooling.pooled:
+            assert pooling.offsets is not None
+            tables, self.columns = layout.feature_arrays(pooling.features)
+            self.offsets = aligned(pooling.offsets)
+            self.bag_of = torch.empty(batch.n, dtype=torch.int32, device=batch.device)
+            bags = len(tables) * pooling.batch_size
+            launch(
+                rows.bags_kernel,
+                blocks(bags, ELEMENTS),
+                (self.offsets, bags, batch.n, self.bag_of),
+                (ELEMENTS,),
+                warps=8,
+                device=batch.device,
+            )
+
+    def _source(self) -> tuple[Any, ...]:
+        return (
+            self.order,
+            bits(self.gradient),
+            self.stride,
+            self.bag_of,
+            self.columns,
+            self.batch_size,
+            self.offsets,
+            self.weights,
+        )
+
+    def arguments(self, hot: torch.Tensor) -> tuple[Any, ...]:
+        """From ``starts`` to ``weights``, as the kernels take them."""
+        batch = self.batch
+        return (self.starts, batch.first, batch.space.hot_base, hot, *self._source())
+
+    def hot(self, one: TableClass, clamps: bool) -> torch.Tensor:
+        """The sums of blocks of ids that occur often."""
+        batch, layout = self.batch, self.layout
+        if batch.n <= HOT:
+            return self.steps
+        batch.list_hot()
+        space, most = batch.space, hot_blocks(batch.n)
+        sums = torch.empty(most, one.columns, dtype=torch.float32, device=batch.device)
+        columns = min(one.columns, HOT_TILE)
+        block = HOT_TILE // columns
+        pieces = one.columns // columns
+        launch(
+            gradients.hot_sums_kernel,
+            blocks(batch.hot_guess, block) * pieces,
+            (
+                self.starts,
+                most,
+                space.hot_base,
+                space.hot_entry,
+                space.hot_count,
+                layout.hint,
+                batch.tables,
+                layout.meta,
+                layout.tables,
+                one.number,
+                self.steps,
+                *self._source(),
+                sums,
+            ),
+            (
+                one.dim,
+                one.columns,
+                columns,
+                *self.constants,
+                clamps,
+                block,
+                HOT_UNROLL,
+                batch.one,
+                layout.one_class,
+                SUM_BLOCK,
+            ),
+            warps=1,
+            device=batch.device,
+        )
+        return sums
+
+
+def update(
+    layout: Layout, batch: Batch, pooling: Pooling, gradient: torch.Tensor, *, clamp: bool
+) -> None:
+    """One optimizer step on the rows of a batch; the tables have counted it."""
+    if batch.n == 0:
+        return
+    batch.stamp()
+    steps = _step_numbers(layout)
+    sources = _Sources(layout, batch, pooling, gradient, steps)
+    for one in layout.classes:
+        flags = _flags(layout.owners[one.members[0]].optimizer, clamp)
+        hot = sources.hot(one, flags[-1])
+        block, warps = _update_tile(one.columns)
+        launch(
+            gradients.update_kernel,
+            blocks(batch.entries_guess, block),
+            (
+                batch.ids,
+                batch.tables,
+                batch.count,
+                batch.slots,
+                layout.meta,
+                layout.tables,
+                one.number,
+                steps,
+                *sources.arguments(hot),
+            ),
+            (
+                one.dim,
+                one.columns,
+                one.stride,
+                one.type,
+                one.state_stride,
+                *sources.constants,
+                one.kind,
+                *flags,
+                block,
+                2,
+                batch.one,
+                layout.one_class,
+                HOT,
+                SUM_BLOCK,
+            ),
+            warps=warps,
+            device=batch.device,
+        )
+
+
+def _update_tile(columns: int) -> tuple[int, int]:
+    """(rows, warps) of a program that updates rows."""
+    if columns < 64:
+        return SMALL_TILE // columns, 1
+    if columns <= UPDATE_TILE:
+        return UPDATE_TILE // columns, 2
+    return 1, min(columns // 256, 8)
+
+
+def sums_per_entry(
+    layout: Layout, batch: Batch, pooling: Pooling, gradient: torch.Tensor, *, clamp: bool
+) -> Iterator[tuple[TableClass, torch.Tensor]]:
+    """Per class: the summed gradient of every entry, float32."""
+    if batch.n == 0:
+        return
+    steps = _step_numbers(layout)
+    sources = _Sources(layout, batch, pooling, gradient, steps)
+    for one in layout.classes:
+        clamps = _flags(layout.owners[one.members[0]].optimizer, clamp)[-1]
+        hot = sources.hot(one, clamps)
+        out = torch.empty(batch.n, one.dim, dtype=torch.float32, device=batch.device)
+        block = max(1, (4096 if INTERPRETED else 256) // one.columns)
+        launch(
+            gradients.reduce_kernel,
+            blocks(batch.n, block),
+            (
+                batch.tables,
+                batch.count,
+                layout.meta,
+                layout.tables,
+                one.number,
+                steps,
+                *sources.arguments(hot),
+                out,
+            ),
+            (
+                one.dim,
+                one.columns,
+                *sources.constants,
+                clamps,
+                block,
+                2,
+                batch.one,
+                layout.one_class,
+                HOT,
+                SUM_BLOCK,
+            ),
+            warps=1,
+            device=batch.device,
+        )
+        yield one, out
+
+
+def weight_gradient(
+    layout: Layout, batch: Batch, pooling: Pooling, gradient: torch.Tensor
+) -> torch.Tensor:
+    """float32 [n]: the product of row and gradient of every occurrence."""
+    out = torch.zeros(batch.n, dtype=torch.float32, device=batch.device)
+    if batch.n == 0:
+        return out
+    sources = _Sources(layout, batch, pooling, gradient, out)
+    for one in layout.classes:
+        side = batch.side_of(one)
+        block = max(1, (4096 if INTERPRETED else 256) // one.columns)
+        launch(
+            gradients.weight_gradient_kernel,
+            blocks(batch.n, block),
+            (
+                batch.slots,
+                batch.entry_of,
+                batch.bounds,
+                batch.bounds_step,
+                batch.n,
+                layout.meta,
+                layout.floats,
+                layout.tables,
+                one.number,
+                bits(gradient) if side is None else bits(side),
+                bits(sources.gradient),
+                sources.stride,
+                sources.bag_of,
+                sources.columns,
+                sources.batch_size,
+                sources.offsets,
+                out,
+            ),
+            (
+                one.dim,
+                one.columns,
+                one.stride,
+                one.type,
+                *sources.constants[:-1],
+                block,
+                batch.one,
+                layout.one_class,
+                side is not None,
+            ),
+            warps=1,
+            device=batch.device,
+        )
+    return out
+
+
+def _step_numbers(layout: Layout) -> torch.Tensor:
+    """The numbers of every table's optimizer step, by their bits."""
+    columns: list[Any] = []
+    before: Any = None
+    column: Any = None
+    alike = True
+    for table in layout.owners:
+        key = table.iteration, table.optimizer.kind, vars(table.optimizer.args), table.dtype
+        if key != before:  # the tables of a module mostly agree
+            alike = before is None
+            before = key
+            numbers = table.optimizer.numbers(max(table.iteration, 1))
+            column = np.array([*[numbers[name] for name in STEP_NAMES], 0], dtype=np.float32)
+            column = column.view(np.int32)
+            if table.dtype is not torch.float32:  # the step is for rounding at random
+                column[-1] = numbers["step"]
+        columns.append(column)
+    values = column[:, None] if alike else np.stack(columns, axis=1)
+    return layout.step_numbers.keep(values)
+
+
+def _flags(optimizer: Optimizer, clamp: bool) -> tuple[bool, int, bool, bool, bool]:
+    """(maximize, kind of weight decay, nesterov, stochastic rounding, clamped gradients)."""
+    args = optimizer.args
+    decay = 0
+    if args.weight_decay != 0:
+        decay = _DECOUPLED if optimizer.decoupled_weight_decay else _L2
+    return (
+        args.maximize,
+        decay,
+        args.nesterov,
+        args.stochastic_rounding,
+        clamp and args.gradient_clipping,
+    )
