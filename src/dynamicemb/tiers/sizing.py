@@ -75,7 +75,7 @@ def table_bytes(
         parts.append(8 * slots)
     if device == "cuda":
         state = layout.state_dim if layout.state_dim < 2 else _round_up(layout.state_dim, 4)
-        parts += [8 * slots, 4 * -(-slots // 32), 8 * (slots // width)]  # scores, marks, heads
+        parts += [8 * slots, slots, 8 * (slots // width)]  # scores, marks, heads
         parts += [slots * _round_up(layout.dim * layout.dtype.itemsize, 16), slots * 4 * state]
         return sum(_round_up(part, _CUDA_UNIT) for part in parts)
     columns, _, _ = state_layout(optimizer, layout.dim)  # the others are in the slot's record
