@@ -9,12 +9,14 @@ import pytest
 
 pytest.importorskip("torchrec")
 
+import torch
 import torch.distributed as dist
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process alone, and one thread: the batches of the tests are small."""
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
