@@ -1,6 +1,8 @@
 """The SSD store against RocksDB and a plain memory-mapped file, and training through a cache.
 
-    python benchmarks/tiers.py [--folder .] [--rows 1000000] [--rounds 15] [--steps 30] [--json F]
+    python benchmarks/tiers.py [--folder .] [--only stores|open|training] [--json F]
+        [--rows 1000000] [--rounds 15] [--open-rows 10000000] [--ids 250000] [--steps 300]
+    python benchmarks/tiers_plot.py F docs/tiers_training.svg
 
 Stores: batches of 10,000 rows of 256 bytes, random 64-bit ids, all contenders in one process, one
 after the other in every round, each call on another batch; medians of wall and of CPU time (other
@@ -11,7 +13,13 @@ would: bytes as keys, a write batch, a list of keys to read. The mapped file is 
 that is written and read in place, at known places: the floor, without index, checksums or crash
 safety.
 
-Training: one table, Zipf 1.05, Adam, cache of 100, 50, 10 and 1 % of the ids, over an SSD store.
+Open: a store of many rows is closed and opened again; bytes of its index and on the disk.
+
+Training: one table, Zipf 1.05, 64 columns, Adam, batches of 1,024 ids, a cache of 100, 50, 10 and
+1 % of the ids, over main memory and over an SSD store. First every id is used once, the most
+frequent last, then as many steps as are measured. The hit rate counts every id of a batch that is
+in the cache when the batch comes or occurred in it before; expected is that of a
+least-recently-used cache of the same number of rows (Che's approximation).
 """
 
 from __future__ import annotations
@@ -33,10 +41,12 @@ import torch
 from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbTableOptions, EmbOptimType
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.table import Rows
-from dynamicemb.tiers import SsdStore
+from dynamicemb.tiers import HostStore, SsdStore
 from dynamicemb.tiers.sizing import table_bytes
+from zipf import Zipf
 
 BATCH = 10_000
+TRAIN_BATCH = 1024
 DIM = 62  # with the score, 256 bytes
 SGD = Optimizer(OptimizerKind.SGD, OptimizerArgs())
 
@@ -187,70 +197,116 @@ def compare_stores(folder: Path, rows: int, rounds: int) -> list[dict[str, Any]]
     ]
 
 
-def draw(edges: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    chances = torch.rand(count, generator=generator, dtype=torch.float64)
-    return torch.searchsorted(edges, chances).clamp_(max=len(edges) - 1)
+def open_large(folder: Path, rows: int) -> dict[str, Any]:
+    """Write rows, close, and open again; what the index and the disk take, also after overwriting
+    every third row."""
+    ours = Ours(folder, rows)
+    values = torch.randn(BATCH, 64)
+    for begin in range(0, rows, BATCH):
+        ours.write(torch.arange(begin, begin + BATCH) * 0x9E3779B97F4A7C1, values, values)
+    ours.close()
+    wall, _ = timed(ours.open)
+    opened = ours.store.stats()
+    for begin in range(0, rows, 3 * BATCH):
+        ours.write(torch.arange(begin, begin + BATCH) * 0x9E3779B97F4A7C1, values, values)
+    after = ours.store.stats()
+    live = rows * (8 + ours.store.layout.row_bytes)
+    ours.close()
+    return {
+        "rows": rows,
+        "open_s": wall / 1e3,
+        "index_bytes_per_row": opened.bytes_in_memory / rows,
+        "disk_over_live_rows": opened.bytes_on_disk / live,
+        "disk_over_live_rows_after_overwriting": after.bytes_on_disk / live,
+    }
 
 
 def train_through_a_cache(folder: Path, ids: int, steps: int) -> list[dict[str, Any]]:
     adam = Optimizer(OptimizerKind.ADAM, OptimizerArgs())
-    weights = torch.arange(1, ids + 1, dtype=torch.float64) ** -1.05
-    edges = torch.cumsum(weights / weights.sum(), 0)
     results = []
-    for percent in (100, 50, 10, 1):
-        generator = torch.Generator().manual_seed(2)
-        options = DynamicEmbTableOptions(dim=64, max_capacity=ids)
-        options.external_storage = SsdStore.at(folder / f"train{percent}")
-        # 100 %: room for all in every bucket.
-        share = 1.5 if percent == 100 else percent / 100
-        options.local_hbm_for_values = table_bytes(int(ids * share), options, adam)
-        module = BatchedDynamicEmbeddingTables([options], optimizer=EmbOptimType.ADAM, seed=1)
-        size = min(8192, max(512, ids * percent // 100 // 8))
-        offsets = torch.arange(size + 1)
-        for _ in range(max(20, ids // size)):  # fill
-            module(draw(edges, size, generator), offsets).sum().backward()
-        table = module.tables[0]
-        table.reset_stats()
-        start, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            module(draw(edges, size, generator), offsets).sum().backward()
-        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        stats = table.cache_stats()
-        results.append(
-            {
+    offsets = torch.arange(TRAIN_BATCH + 1)
+    for kind in ("no store", "host", "ssd"):
+        for percent in (100, 50, 10, 1):
+            if kind == "no store" and percent < 100:
+                continue
+            stream = Zipf(ids, 1.05, seed=2)
+            options = DynamicEmbTableOptions(dim=64, max_capacity=2 * ids)
+            # 100 %: room for all in every bucket.
+            slots = int(ids * (1.5 if percent == 100 else percent / 100))
+            if kind != "no store":
+                store = HostStore if kind == "host" else SsdStore.at(folder / f"train{percent}")
+                options.external_storage = store
+                options.local_hbm_for_values = table_bytes(slots, options, adam)
+            module = BatchedDynamicEmbeddingTables([options], optimizer=EmbOptimType.ADAM, seed=1)
+
+            def step(batch: torch.Tensor, module: Any = module) -> None:
+                module(batch, offsets[: len(batch) + 1]).sum().backward()
+
+            for part in torch.arange(ids).flip(0).split(TRAIN_BATCH):  # the most frequent last
+                step(part)
+            for _ in range(steps):
+                step(stream.draw(TRAIN_BATCH))
+            table: Any = module.tables[0]
+            table.reset_stats()
+            batches = [stream.draw(TRAIN_BATCH) for _ in range(steps)]
+            start = time.perf_counter()
+            for batch in batches:
+                step(batch)
+            wall = time.perf_counter() - start
+            one = {
+                "store": kind,
                 "cache_percent": percent,
-                "batch": size,
-                "ids_per_second": steps * size / wall,
-                "cpu_us_per_id": cpu / (steps * size) * 1e6,
-                "hit_rate_of_distinct_ids": stats.hits / max(1, stats.hits + stats.misses),
+                "batch": TRAIN_BATCH,
+                "ids_per_second": steps * TRAIN_BATCH / wall,
             }
-        )
-        table.store.close()
+            if kind != "no store":
+                misses = table.cache_stats().misses  # an id that is missing is missed once a batch
+                one["hit_rate"] = 1 - misses / (steps * TRAIN_BATCH)
+                one["hit_rate_expected"] = stream.lru_hit_rate(table.cache.capacity)
+                table.store.close()
+            results.append(one)
     return results
+
+
+def show(results: dict[str, Any]) -> None:
+    for one in results.get("stores", ()):
+        print(f"{one['case']:10} {one['store']:20} {one['wall_ms']:8.2f} ms wall", end="")
+        print(f" {one['cpu_ms']:8.2f} ms CPU")
+    for one in [results.get("open"), *results.get("training", ())]:
+        if one:
+            print(one)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", default=".")
+    parser.add_argument("--only", choices=("stores", "open", "training"))
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json")
+    parser.add_argument("--open-rows", type=int, default=10_000_000)
+    parser.add_argument("--ids", type=int, default=250_000)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", help="written, or what was measured now is replaced in it")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="tiers-"))
+    results: dict[str, Any] = {}
     try:
-        stores = compare_stores(folder, arguments.rows, arguments.rounds)
-        for one in stores:
-            print(f"{one['case']:10} {one['store']:20} {one['wall_ms']:8.2f} ms wall", end="")
-            print(f" {one['cpu_ms']:8.2f} ms CPU")
-        training = train_through_a_cache(folder, arguments.rows // 4, arguments.steps)
-        for one in training:
-            print(one)
+        if arguments.only in (None, "stores"):
+            results["stores"] = compare_stores(folder, arguments.rows, arguments.rounds)
+        if arguments.only in (None, "open"):
+            results["open"] = open_large(folder / "large", arguments.open_rows)
+        if arguments.only in (None, "training"):
+            results["training"] = train_through_a_cache(folder, arguments.ids, arguments.steps)
     finally:
         shutil.rmtree(folder)
+    show(results)
     if arguments.json:
-        result = {"stores": stores, "training": training, "arguments": vars(arguments)}
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
+        path = Path(arguments.json)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known.setdefault("arguments", {}).update(
+            {part: {k: v for k, v in vars(arguments).items() if k != "json"} for part in results}
+        )
+        path.write_text(json.dumps(known | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

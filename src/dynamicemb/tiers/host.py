@@ -136,10 +136,12 @@ class HostStore(BoundedStore):
         return table.capacity > before
 
     def insert_counting(self, rows: Rows) -> int | None:
-        drops = self._drops
-        new = 0 if self._hands_down else int((~self.contains(torch.unique(rows.ids))).sum())
+        before = self._table.stats()
         self.insert(rows)
-        return None if self._hands_down or self._drops != drops else new
+        after = self._table.stats()
+        if self._hands_down or after.evictions != before.evictions:
+            return None  # some of the rows that came in were here before
+        return after.inserts - before.inserts
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         with self._lock:
