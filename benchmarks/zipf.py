@@ -27,7 +27,7 @@ class Zipf:
         low, high = 0.0, 1.0
         while self._inside(high) < slots:
             high *= 2
-        for _ in range(100):
+        for _ in range(30):
             middle = (low + high) / 2
             low, high = (middle, high) if self._inside(middle) < slots else (low, middle)
         return float((self.shares * -torch.expm1(-self.shares * high)).sum())
