@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from redis_servers import RedisServer
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -19,9 +18,10 @@ from dynamicemb import (
 )
 from dynamicemb.errors import StoreError, UsageError
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
-from dynamicemb.tiers import RemoteStore
+from dynamicemb.tiers import HostStore, RemoteStore, Stack
 from dynamicemb.tiers.remote.memory import forget_memory
 from processes import run_ranks
+from redis_servers import RedisServer
 
 OFFSETS = torch.arange(0, 101, 4)
 
@@ -86,6 +86,18 @@ def test_a_table_ten_times_its_cache(url: str) -> None:
     assert content(table) == content(plain.tables[0])
     assert len(table) == len(plain.tables[0])
     assert table.stats().size == len(plain.tables[0])
+
+
+def test_the_last_of_several_stores(url: str) -> None:
+    below = RemoteStore.at(url, table="users")
+    storage = Stack.of(HostStore.within(64 * 1024), below)
+    plain, cached = make(None), make(url, external_storage=storage)
+    data = batches()
+    for expected, out in zip(train(plain, data), train(cached, data), strict=True):
+        assert torch.equal(expected, out)
+    assert content(cached.tables[0]) == content(plain.tables[0])
+    cached.tables[0].flush()
+    assert content(make(url).tables[0]) == content(plain.tables[0])
 
 
 def test_another_process_finds_the_rows(url: str) -> None:
