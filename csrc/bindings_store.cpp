@@ -55,14 +55,15 @@ void bind_store(nb::module_& m) {
       .def(
           "__init__",
           [](SsdStore* self, std::string path, uint64_t payload, uint32_t block,
-             uint64_t segment_bytes, bool direct, int io_threads, std::shared_ptr<Files> files) {
+             uint64_t segment_bytes, bool direct, int io_threads, std::shared_ptr<Files> files,
+             std::string snapshot) {
             nb::gil_scoped_release release;
-            new (self)
-                SsdStore({std::move(path), payload, block, segment_bytes, direct, io_threads},
-                         std::move(files));
+            new (self) SsdStore({std::move(path), payload, block, segment_bytes, direct, io_threads,
+                                 std::move(snapshot)},
+                                std::move(files));
           },
           nb::kw_only(), "path"_a, "payload"_a, "block"_a, "segment_bytes"_a, "direct"_a,
-          "io_threads"_a, "files"_a.none() = nb::none())
+          "io_threads"_a, "files"_a.none() = nb::none(), "snapshot"_a = "")
       .def_prop_ro("size", &SsdStore::size)
       .def(
           "find",

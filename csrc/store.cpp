@@ -50,7 +50,10 @@ SsdStore::SsdStore(const StoreConfig& config, std::shared_ptr<Files> files)
   // 2^20 records need 12 bits for the segment: 2^32 places in all.
   shape_.capacity = std::clamp<uint64_t>(wanted, 16, uint64_t{1} << 20);
   try {
-    open_folder();
+    if (config.snapshot.empty())
+      open_folder();
+    else
+      open_snapshot();
   } catch (...) {
     content_ = {};
     if (lock_ >= 0) ::close(lock_);
@@ -77,11 +80,33 @@ std::string SsdStore::snapshot_path(const std::string& name) const {
   return config_.path + "/snapshots/" + name;
 }
 
+void SsdStore::check_writable() const {
+  check_open();
+  if (reading_) throw std::logic_error("the store at " + config_.path + " is open for reading");
+}
+
 void SsdStore::check_open() const {
-  if (lock_ < 0) throw std::logic_error("the store at " + config_.path + " is closed");
+  if (lock_ < 0 && !reading_) throw std::logic_error("the store at " + config_.path + " is closed");
 }
 
 // ---- opening ----
+
+void SsdStore::open_snapshot() {
+  const std::string path = snapshot_path(config_.snapshot);
+  if (!files_->exists(path)) throw StoreError(ENOENT, path, "no snapshot");
+  const Manifest manifest = Manifest::parse(files_->read_text(path, kManifestLimit), path);
+  check_payload(manifest);
+  shape_ = manifest.shape;
+  content_ = replay(manifest.segments, false);
+  reading_ = true;
+}
+
+void SsdStore::check_payload(const Manifest& manifest) const {
+  if (manifest.shape.payload != shape_.payload)
+    throw std::invalid_argument("the rows at " + config_.path + " have " +
+                                std::to_string(manifest.shape.payload) + " bytes; expected " +
+                                std::to_string(shape_.payload));
+}
 
 void SsdStore::open_folder() {
   for (const char* part : {"", "/segments", "/snapshots"}) files_->make_folder(config_.path + part);
@@ -96,10 +121,7 @@ void SsdStore::open_folder() {
   const bool fresh = !files_->exists(path);
   if (!fresh) {
     manifest = Manifest::parse(files_->read_text(path, kManifestLimit), path);
-    if (manifest.shape.payload != shape_.payload)
-      throw std::invalid_argument("the rows at " + config_.path + " have " +
-                                  std::to_string(manifest.shape.payload) + " bytes; expected " +
-                                  std::to_string(shape_.payload));
+    check_payload(manifest);
     shape_ = manifest.shape;  // block and capacity are fixed when the folder is made
   }
   for (const std::string& name : files_->list(config_.path + "/snapshots")) {

@@ -35,8 +35,9 @@ struct StoreConfig {
   uint64_t payload = 0;  // bytes of a row, at least 8
   uint32_t block = 4096;
   uint64_t segment_bytes = uint64_t{64} << 20;
-  bool direct = false;  // without the page cache, where the file system can
-  int io_threads = 16;  // reads in flight
+  bool direct = false;   // without the page cache, where the file system can
+  int io_threads = 16;   // reads in flight
+  std::string snapshot;  // if there is a name: read this one; nothing is locked or written
 };
 
 // One part of every row, packed: row i is at data + i * bytes. The parts of a row follow each other
@@ -99,7 +100,10 @@ class SsdStore {
   std::string segment_path(uint64_t number) const;
   std::string snapshot_path(const std::string& name) const;
   void open_folder();
+  void open_snapshot();
+  void check_payload(const Manifest& manifest) const;
   void check_open() const;
+  void check_writable() const;
   Content replay(const std::vector<Manifest::Entry>& entries, bool recover);
   void verify_tail(std::vector<Loaded>& all) const;
   std::byte* append(uint64_t id, RecordKind kind, uint32_t count, uint32_t& place);
@@ -119,6 +123,7 @@ class SsdStore {
   SegmentShape shape_;
   std::shared_ptr<Files> files_;
   int lock_ = -1;
+  bool reading_ = false;  // a snapshot: there is no lock
   mutable std::shared_mutex mutex_;
   mutable WaitingThreads threads_;
   Content content_;

@@ -47,7 +47,7 @@ std::byte* SsdStore::append(uint64_t id, RecordKind kind, uint32_t count, uint32
 void SsdStore::insert(const uint64_t* ids, size_t n, std::span<const Column> columns) {
   checked(columns);
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   // Written while it is in the processor's caches. A failure waits until all rows are taken.
   std::exception_ptr failure;
   for (size_t i = 0; i < n; ++i) {
@@ -75,7 +75,7 @@ void SsdStore::insert(const uint64_t* ids, size_t n, std::span<const Column> col
 
 void SsdStore::erase(const uint64_t* ids, size_t n, bool* removed) {
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   std::vector<uint64_t> gone;
   for (size_t i = 0; i < n; ++i) {
     removed[i] = content_.index.erase(ids[i]) != StoreIndex::kNone;
@@ -108,7 +108,7 @@ void SsdStore::make_durable() {
 
 void SsdStore::flush() {
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   flush_locked();
 }
 
@@ -240,7 +240,7 @@ void SsdStore::write_manifest(std::vector<Manifest::Entry> segments) {
 
 void SsdStore::clear() {
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   write_manifest({});
   content_ = {};
   active_ = nullptr;
@@ -250,7 +250,7 @@ void SsdStore::clear() {
 
 void SsdStore::snapshot(const std::string& name, const std::string& note) {
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   flush_locked();
   Manifest manifest{shape_, next_number_, {}, note};
   for (const auto& segment : content_.segments)
@@ -263,7 +263,7 @@ void SsdStore::snapshot(const std::string& name, const std::string& note) {
 
 std::string SsdStore::load_snapshot(const std::string& name) {
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   const auto found = snapshots_.find(name);
   if (found == snapshots_.end()) throw StoreError(ENOENT, snapshot_path(name), "no snapshot");
   const Manifest& manifest = found->second;
@@ -278,7 +278,7 @@ std::string SsdStore::load_snapshot(const std::string& name) {
 
 void SsdStore::drop_snapshot(const std::string& name) {
   std::unique_lock lock(mutex_);
-  check_open();
+  check_writable();
   if (!snapshots_.contains(name)) throw StoreError(ENOENT, snapshot_path(name), "no snapshot");
   files_->remove(snapshot_path(name));
   files_->sync_folder(config_.path + "/snapshots");
@@ -295,6 +295,10 @@ std::vector<std::string> SsdStore::snapshots() const {
 
 void SsdStore::close() {
   std::unique_lock lock(mutex_);
+  if (reading_) {
+    content_ = {};
+    reading_ = false;
+  }
   if (lock_ < 0) return;
   flush_locked();
   if (active_ != nullptr) {  // with a summary it opens faster; without, as well

@@ -427,16 +427,32 @@ def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, Any], pro
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_in_use_is_not_read(tmp_path: Path) -> None:
-    embedding = make(tmp_path)
-    embedding(torch.arange(3))
+@pytest.mark.parametrize("store", STORES)
+def test_snapshots_are_read_while_an_embedding_is_trained(tmp_path: Path, store: str) -> None:
+    embedding = make(tmp_path, store)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    train(embedding, sgd, steps=3, seed=1)
     embedding.save_snapshot("s")
-    with pytest.raises(StoreError, match="another process or store has it open"):
-        read_all(str(tmp_path / "0-1"), "s", torch.int64, DIM)
-    embedding.close()
+    ids = torch.sort(torch.cat([rows.ids for rows in embedding.tables[0].export()])).values
+    then = rows_of(embedding, ids).numpy().copy()
     batches = reader(str(tmp_path / "0-1"), "s", torch.int64, torch.float, DIM)
-    assert len(next(batches)[0]) == 3
+    train(embedding, sgd, steps=3, seed=2)
+    keys, values = next(batches)
+    embedding.save_snapshot("s")  # the one that is being read goes
+    embedding.save_snapshot("t")
+    order = np.argsort(keys)
+    np.testing.assert_array_equal(keys[order], ids.numpy())
+    np.testing.assert_array_equal(values[order], then)
     batches.close()
     with pytest.raises(UsageError, match="the reader is closed"):
         next(batches)
-    make(tmp_path)
+    later = read_all(str(tmp_path / "0-1"), "t", torch.int64, DIM)
+    for id_, row in zip(later, rows_of(embedding, list(later)), strict=True):
+        np.testing.assert_array_equal(later[id_], row.numpy())
+
+
+def test_a_writer_needs_the_folder_for_itself(tmp_path: Path) -> None:
+    embedding = make(tmp_path)
+    with pytest.raises(StoreError, match="another process or store has it open"):
+        writer(str(tmp_path / "0-1"), "s", torch.int64, torch.float, DIM)
+    embedding.close()

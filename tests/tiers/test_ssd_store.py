@@ -228,3 +228,40 @@ def test_damage_is_reported_with_the_place(ssd: MakeStore) -> None:
         store.find(torch.tensor([500]))
     store.insert(make_rows([500], version=1))  # a new row heals it
     assert_holds(store, [500], version=1)
+
+
+def test_a_snapshot_is_read_beside_the_store_that_took_it(ssd: MakeStore, tmp_path: Path) -> None:
+    store = ssd(segment_mb=1)
+    store.insert(make_rows(range(5000)))
+    store.snapshot("then")
+    for version in range(1, 4):  # goes on, and cleans what no snapshot needs
+        store.insert(make_rows(range(4000), version=version))
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    reading = make_ssd(tmp_path / "store", snapshot="then")
+    assert_holds(reading, range(5000))
+    assert ids_in(reading) == list(range(5000))
+    for change in (
+        lambda: reading.insert(make_rows([1])),
+        lambda: reading.erase(torch.tensor([1])),
+        reading.clear,
+        reading.flush,
+        lambda: reading.snapshot("x"),
+        lambda: reading.load_snapshot("then"),
+        lambda: reading.drop_snapshot("then"),
+    ):
+        with pytest.raises(UsageError, match="is open for reading"):
+            change()
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    store.insert(make_rows(range(5000), version=9))
+    store.drop_snapshot("then")  # its files are open here
+    assert_holds(reading, range(5000))
+    reading.close()
+    with pytest.raises(UsageError, match="is closed"):
+        reading.find(torch.tensor([1]))
+    assert_holds(store, range(5000), version=9)
+    with pytest.raises(StoreError, match="no snapshot"):
+        make_ssd(tmp_path / "store", snapshot="then")
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(StoreError, match="no snapshot"):
+        make_ssd(tmp_path / "nowhere", snapshot="then")
+    assert not (tmp_path / "nowhere").exists()

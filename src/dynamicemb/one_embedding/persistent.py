@@ -59,8 +59,7 @@ def make_persistent_table_reader(
 
     Returns an iterator of (keys [n], values [n, storage_dim]), n at most 65,536, over the folders
     in the order of ``paths``; close it, or use it as a context manager. A missing snapshot is a
-    ``StoreError``. A folder of ours is locked while its rows are read: no embedding may have it
-    open.
+    ``StoreError``. Nothing is changed or locked: an embedding may have the folders open, and go on.
     """
     return PersistentTableReader(
         _Table.checked(paths, snapshot_name, key_type, value_type, storage_dim, physical_block_size)

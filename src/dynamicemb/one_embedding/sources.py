@@ -23,14 +23,18 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _SIZES = {torch.int32: 4, torch.uint32: 4, torch.int64: 8, torch.uint64: 8}
 
 
-def open_rows(folder: str, storage_dim: int, physical_block_size: int) -> SsdStore:
-    """The store of a rank's folder, whose rows are ``storage_dim`` floats, whatever they mean."""
+def open_rows(
+    folder: str, storage_dim: int, physical_block_size: int, snapshot: str | None = None
+) -> SsdStore:
+    """The store of a rank's folder, whose rows are ``storage_dim`` floats, whatever they mean; or
+    one of its snapshots for reading alone."""
     options = DynamicEmbTableOptions(dim=storage_dim, max_capacity=1)
     return SsdStore(
         options,
         Optimizer(OptimizerKind.SGD, OptimizerArgs()),
         path=folders.rows_folder(folder),
         physical_block_size=physical_block_size,
+        snapshot=snapshot,
     )
 
 
@@ -54,7 +58,6 @@ class Source:
     """A snapshot in one folder, open for reading. Use as a context manager.
 
     ``stamp`` ``None``: the folder has OneFlow's layout. ``note``: what was noted with the snapshot.
-    A folder of ours is locked meanwhile, and returns to the snapshot.
     """
 
     def __init__(
@@ -80,12 +83,7 @@ class Source:
             return
         stored = folders.stored_name(name, stamp)
         self.note = note_of(folder, stored)
-        self._store = open_rows(folder, storage_dim, physical_block_size)
-        try:
-            self._store.load_snapshot(stored)
-        except BaseException:
-            self._store.close()
-            raise
+        self._store = open_rows(folder, storage_dim, physical_block_size, stored)
 
     def batches(self, limit: int = 65536) -> Iterator[Batch]:
         """Every row once, at most ``limit`` at a time."""

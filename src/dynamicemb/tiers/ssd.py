@@ -56,6 +56,8 @@ class SsdStore(BoundedStore):
         max_rows: the bound of the store. Beyond it, the rows that were written longest ago go down
             in a :class:`~dynamicemb.tiers.Stack`; without a store below it is as if the disk were
             full.
+        snapshot: open this snapshot alone, for reading. The folder is neither locked nor changed:
+            another store may have it open, and keeps the snapshot as long as it does not drop it.
     """
 
     persistent = True
@@ -71,6 +73,7 @@ class SsdStore(BoundedStore):
         segment_mb: int = 64,
         io_threads: int = 16,
         max_rows: int | None = None,
+        snapshot: str | None = None,
         files: Any = None,
     ) -> None:
         super().__init__(options, optimizer)
@@ -84,6 +87,7 @@ class SsdStore(BoundedStore):
             "segment_bytes": check_integer("segment_mb", segment_mb, minimum=1, maximum=4096) << 20,
             "io_threads": check_integer("io_threads", io_threads, minimum=1, maximum=256),
             "files": files,  # of tests: operations that fail
+            "snapshot": "" if snapshot is None else _checked_name(snapshot),
         }
         if max_rows is not None:
             max_rows = check_integer("max_rows", max_rows, minimum=1)
@@ -101,7 +105,8 @@ class SsdStore(BoundedStore):
 
     def _open(self) -> None:
         with self._errors():
-            os.makedirs(self.path, exist_ok=True)
+            if not self._settings["snapshot"]:
+                os.makedirs(self.path, exist_ok=True)
             self._store = _engine.SsdStore(
                 path=self.path, payload=self.layout.row_bytes, **self._settings
             )
