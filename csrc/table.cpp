@@ -368,6 +368,7 @@ bool Table::grow_to(uint64_t buckets) {
       if (to == kNoSlot) continue;
       const uint32_t new_position = to % width;
       highest = std::max(highest, new_position + 1);
+      if (stride_ == 0) continue;  // ids alone: there is no memory of rows
       std::memcpy(rows.data() + (new_position * buckets + to / width) * stride_,
                   rows_.data() + (position * buckets_ + bucket) * stride_, stride_);
     }
