@@ -7,7 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +55,7 @@ def _train(options: TrainOptions) -> int:
     torch.set_num_threads(options.threads)
     from rich.console import Console
 
+    from dynamicemb.cli.training.prometheus import serve_metrics
     from dynamicemb.cli.training.report import write_report
     from dynamicemb.cli.training.run import Run
     from dynamicemb.cli.training.screen import LiveScreen, PlainScreen
@@ -69,7 +70,12 @@ def _train(options: TrainOptions) -> int:
         console.print(f"goes on from the checkpoint of step {run.resumed_from:,}", soft_wrap=True)
     live = console.is_terminal and not options.plain
     screen = LiveScreen(console) if live else PlainScreen(console)
-    with _interrupts() as interrupted, screen:
+    with ExitStack() as stack:
+        interrupted = stack.enter_context(_interrupts())
+        if options.metrics_port is not None:
+            address = stack.enter_context(serve_metrics(run, options.metrics_port))
+            console.print(f"metrics: {address}", markup=False, soft_wrap=True)
+        stack.enter_context(screen)
         run.train(on_step=screen.update, stop=lambda: bool(interrupted))
     for line in summary(run):
         console.print(line, markup=False, soft_wrap=True)

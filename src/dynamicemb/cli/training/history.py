@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamicemb.table import Table
+from dynamicemb.tiers import CachedTable
 
 COUNTS = ("hits", "misses", "inserts", "evictions", "failures", "rejections")
 
@@ -53,6 +54,9 @@ class TableMeter:
                 "capacity": stats.capacity,
                 "load": stats.load_factor,
                 "bytes": stats.bytes,
+                "stored_bytes": table.store.stats().bytes_on_disk
+                if isinstance(table, CachedTable)
+                else 0,
                 "hit_rate": (hits - old_hits) / lookups if lookups else 0.0,
                 **counts,
             }

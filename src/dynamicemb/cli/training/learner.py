@@ -12,7 +12,7 @@ from dynamicemb.cli.training.batch import Batch, Schema
 from dynamicemb.cli.training.hashed import SPARSE_OPTIMIZERS, make_hashed
 from dynamicemb.cli.training.models import ClickModel
 from dynamicemb.cli.training.options import TrainOptions
-from dynamicemb.cli.training.tables import OPTIMIZERS, hashed_capacity, table_options
+from dynamicemb.cli.training.tables import OPTIMIZERS, hashed_capacity, stored_options
 from dynamicemb.cli.training.timer import Timer
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.unsharded import make_dynamic
@@ -74,7 +74,7 @@ def dynamic_learner(
     torch.manual_seed(options.seed)
     rows = dict.fromkeys(schema.tables, options.capacity)
     model: nn.Module = ClickModel(options.model, schema, options.dim, rows)
-    tables = {name: table_options(options, start.get(name)) for name in schema.tables}
+    tables = {name: stored_options(options, name, start.get(name)) for name in schema.tables}
     torch.manual_seed(options.seed)  # the seed of new rows
     make_dynamic(
         model,

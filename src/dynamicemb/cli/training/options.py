@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynamicemb.cli.arguments import option
@@ -17,7 +17,7 @@ SCORE_NAMES = ("step", "timestamp", "lfu", "timestamp_lfu", "no_eviction")
 MAY_CHANGE = frozenset(
     {
         *("out", "fresh", "plain", "report", "threads", "days", "max_examples"),
-        *("checkpoint_minutes", "checkpoint_steps", "keep"),
+        *("checkpoint_minutes", "checkpoint_steps", "keep", "metrics_port"),
     }
 )
 
@@ -30,6 +30,23 @@ def _admission(name: str, value: str) -> str:
     if match[2] and not 0 < float(match[2]) <= 1:
         raise wrong_value(name, value, allowed)
     return value
+
+
+TIMES = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+REMOTE = ("redis://", "rediss://", "unix://", "redis+cluster://", "redis+sentinel://")
+
+
+def _ttl(name: str, value: str) -> str:
+    if not re.fullmatch(r"none|[1-9]\d*(steps|s|m|h|d)", value):
+        raise wrong_value(name, value, "none, Nsteps, or a time: Ns, Nm, Nh, Nd")
+    return value
+
+
+def _store(name: str, value: str) -> str:
+    if value == "memory" or re.fullmatch("ssd:.+", value) or value.startswith(REMOTE):
+        return value
+    shown = value.partition("@")[2] or value  # a URL may have a password
+    raise wrong_value(name, shown, f"memory, ssd:FOLDER, {', '.join(REMOTE)}")
 
 
 def _device(name: str, value: str) -> str:
@@ -70,6 +87,16 @@ class TrainOptions:
         "which new ids get a row: none (all), frequency:N, probability:P",
         check=_admission,
     )
+    ttl: str = option(
+        "none",
+        "rows not used for so long are removed: Nsteps (score step), Ns, Nm, Nh, Nd (timestamp)",
+        check=_ttl,
+    )
+    store: str = option(
+        "memory",
+        "where all rows are, --capacity of them also in memory: memory, ssd:FOLDER, redis://...",
+        check=_store,
+    )
     init_std: float = option(0.1, "standard deviation of a new row's values", minimum=0.0)
     # the run
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:N", check=_device)
@@ -84,12 +111,31 @@ class TrainOptions:
     keep: int = option(2, "checkpoints to keep", minimum=1)
     fresh: bool = option(False, "start over, whatever checkpoints there are")
     plain: bool = option(False, "lines instead of the live screen")
+    metrics_port: int | None = option(
+        None, "serve the metrics for Prometheus on this port of the loopback address", minimum=0
+    )
     report: bool = option(True, "write report.html at the end")
 
+    @property
+    def lifetime(self) -> dict[str, float | int]:
+        """``--ttl`` as arguments of ``expire_rows``; empty for none."""
+        if self.ttl == "none":
+            return {}
+        if self.ttl.endswith("steps"):
+            return {"steps": int(self.ttl.removesuffix("steps"))}
+        return {"age": int(self.ttl[:-1]) * TIMES[self.ttl[-1]]}
+
+    def public(self) -> dict[str, Any]:
+        """All options, without the user and password in a URL."""
+        values = asdict(self)
+        values["store"] = re.sub(r"//[^/@]*@", "//...@", self.store)
+        return values
+
     def difference(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """``{option: (theirs, ours)}`` where the run of ``other`` is not this one."""
+        """``{option: (theirs, ours)}`` where the run of ``other``, its public options, is not this
+        one."""
         return {
             name: (other.get(name), value)
-            for name, value in vars(self).items()
+            for name, value in self.public().items()
             if name not in MAY_CHANGE and other.get(name) != value
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +53,7 @@ def report_html(run: Run) -> str:
         "<h2>Summary</h2><ul>"
         + "".join(f"<li>{escape(line)}</li>" for line in summary(run))
         + "</ul>",
-        f"<h2>Options</h2><pre>{escape(write_yaml(asdict(run.options)))}</pre>",
+        f"<h2>Options</h2><pre>{escape(write_yaml(run.options.public()))}</pre>",
     ]
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from dynamicemb.cli.training.saving import Checkpoints, load_tables
 from dynamicemb.cli.training.tables import tables_of
 from dynamicemb.cli.training.timer import Timer
 from dynamicemb.errors import CheckpointError, UsageError
+from dynamicemb.expiry import expire_rows
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,12 @@ class Run:
         self.steps = self.examples = 0
         self.finished = False
         self.resumed_from: int | None = None
-        self._begin({})
         self._seconds_before = 0.0
-        self._continue()
+        if not self._continue():
+            self._begin({})
+            self._empty_stores()
+        if options.lifetime:
+            expire_rows(self.model, **options.lifetime)  # type: ignore[arg-type]
         self._started = self._saved_at = time.monotonic()
 
     # ---- the state ----
@@ -88,7 +91,7 @@ class Run:
         """Write a checkpoint of everything."""
         with self.timer.phase("checkpoint"):
             state = {
-                "options": asdict(self.options),
+                "options": self.options.public(),
                 "finished": self.finished,
                 "steps": self.steps,
                 "examples": self.examples,
@@ -107,24 +110,37 @@ class Run:
         self.history.write(self.folder / "metrics.json")
         return path
 
-    def _continue(self) -> None:
+    def _continue(self) -> bool:
         """Take up the last good checkpoint of an unfinished run, if there is one."""
+        self._may_empty = self.options.fresh or bool(self.checkpoints.found())
         if self.options.fresh:
             self.checkpoints.clear()
-            return
+            return False
         for path, state in self.checkpoints.states():
             if state["finished"] and not self._has_more(state):
                 self.checkpoints.clear()
-                return
+                return False
             self._check_same(state)
             try:
                 self._restore(path, state)
             except CheckpointError as error:
                 logger.warning("%s is left out: %s", path, error)
-                self._begin({})
+                self.learners, self.tables = {}, []  # a store has one table at a time
                 continue
             self.resumed_from = self.steps
-            return
+            return True
+        return False
+
+    def _empty_stores(self) -> None:
+        """A run begins without rows; those of this run's last one go, others are kept."""
+        for table in self.tables:
+            if len(table) and not self._may_empty:
+                raise UsageError(
+                    f"the store of table {table.name!r} has {len(table):,} rows already; --fresh "
+                    "removes them, or give another --store"
+                )
+            if len(table):
+                table.clear()
 
     def _has_more(self, state: dict[str, Any]) -> bool:
         """Whether a finished run goes on because it is to be longer now."""

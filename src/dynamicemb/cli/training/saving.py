@@ -76,8 +76,9 @@ class Checkpoints:
 
 
 def load_tables(path: Path, model: nn.Module, *, counter: bool) -> None:
-    """Fill the tables of a model from the checkpoint at ``path``."""
-    DynamicEmbLoad(path / "tables", model, optim=True, counter=counter, progress=False)
+    """Give the tables of a model the rows of the checkpoint at ``path``, and no others: a store may
+    have rows that came after it."""
+    DynamicEmbLoad(path / "tables", model, optim=True, counter=counter, clear=True, progress=False)
 
 
 def _read_state(path: Path) -> dict[str, Any]:

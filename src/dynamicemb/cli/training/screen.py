@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.2
 TABLE_COLUMNS = (
-    *("table", "rows", "load", "hit rate", "inserts", "evictions", "rejections", "bytes"),
+    *("table", "rows", "load", "hit rate", "inserts", "evictions", "rejections", "memory", "disk"),
 )
 
 
@@ -49,6 +49,7 @@ def table_cells(name: str, table: dict[str, float]) -> list[str]:
         f"{table['evictions']:,.0f}",
         f"{table['rejections']:,.0f}",
         size_of(table["bytes"]),
+        size_of(table["stored_bytes"]),
     ]
 
 

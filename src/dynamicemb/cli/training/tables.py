@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -26,6 +28,7 @@ from dynamicemb.options import (
     align_to_table_size,
 )
 from dynamicemb.table import Table
+from dynamicemb.tiers import RemoteStore, SsdStore
 
 OPTIMIZERS: Mapping[str, EmbOptimType] = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -49,7 +52,7 @@ COUNTED_PER_ROW = 2
 
 
 def table_options(options: TrainOptions, start: int | None = None) -> DynamicEmbTableOptions:
-    """The options of every table; ``start``: rows at the start, of a run that goes on."""
+    """The options of a table in memory; ``start``: rows at the start, of a run that goes on."""
     kind, _, number = options.admission.partition(":")
     admission: dict[str, Any] = {}
     if kind == "frequency":
@@ -70,6 +73,21 @@ def table_options(options: TrainOptions, start: int | None = None) -> DynamicEmb
         ),
         **admission,
     )
+
+
+def stored_options(options: TrainOptions, name: str, start: int | None) -> DynamicEmbTableOptions:
+    """The options of a table: in memory, or with all rows in a store and in memory what
+    ``--capacity`` rows take."""
+    in_memory = table_options(options, start)
+    if options.store == "memory":
+        return in_memory
+    kind, _, folder = options.store.partition(":")
+    if kind == "ssd":
+        store: Any = SsdStore.at(Path(folder) / name)
+    else:
+        store = RemoteStore.at(options.store, table=name)
+    budget = sum(get_table_bytes(in_memory, OPTIMIZERS[options.optimizer]))
+    return replace(in_memory, external_storage=store, local_hbm_for_values=budget)
 
 
 def row_bytes(options: TrainOptions) -> int:
