@@ -21,6 +21,7 @@ from dynamicemb.errors import UsageError, wrong_value
 
 if TYPE_CHECKING:
     from dynamicemb.cli.training.batch import Source
+    from dynamicemb.cli.training.ranks import Ranks
 
 INTERRUPTED = 130
 
@@ -44,13 +45,21 @@ def main(arguments: Sequence[str]) -> int:
     if given["print_config"]:
         sys.stdout.write(write_yaml(asdict(options)))
         return 0
-    return _train(options)
+    if options.nproc == 1:
+        return _train(None, options)
+    from dynamicemb.cli.training.ranks import start_ranks
+
+    if _device(options.device).type != "cpu" or options.store != "memory":
+        raise UsageError("--nproc above 1 is for --device cpu and --store memory, up to now")
+    return start_ranks(options.nproc, _train, options)
 
 
-def _train(options: TrainOptions) -> int:
+def _train(ranks: Ranks | None, options: TrainOptions) -> int:
+    """A run in this process, which may be one of several."""
     # torch's own words about sparse gradients and tracing are not for the users of a command.
     warnings.filterwarnings("ignore", module="torch")
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    for name in ("torch.fx", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.sparse.check_sparse_tensor_invariants.disable()
     torch.set_num_threads(options.threads)
     from rich.console import Console
@@ -61,25 +70,26 @@ def _train(options: TrainOptions) -> int:
     from dynamicemb.cli.training.screen import LiveScreen, PlainScreen
     from dynamicemb.cli.training.summary import summary
 
-    console = Console(highlight=False)
+    first = ranks is None or ranks.first
+    console = Console(highlight=False, quiet=not first)
     source = _source(options)
     device = _device(options.device)
-    run = Run(options, source, device)
+    run = Run(options, source, device, ranks)
     console.print(f"{source.description}; {options.model}, {device}", soft_wrap=True)
     if run.resumed_from is not None:
         console.print(f"goes on from the checkpoint of step {run.resumed_from:,}", soft_wrap=True)
-    live = console.is_terminal and not options.plain
+    live = first and console.is_terminal and not options.plain
     screen = LiveScreen(console) if live else PlainScreen(console)
     with ExitStack() as stack:
         interrupted = stack.enter_context(_interrupts())
-        if options.metrics_port is not None:
+        if options.metrics_port is not None and first:
             address = stack.enter_context(serve_metrics(run, options.metrics_port))
             console.print(f"metrics: {address}", markup=False, soft_wrap=True)
         stack.enter_context(screen)
         run.train(on_step=screen.update, stop=lambda: bool(interrupted))
-    for line in summary(run):
+    for line in summary(run) if first else ():
         console.print(line, markup=False, soft_wrap=True)
-    if options.report and run.history.points:
+    if options.report and run.history.points and first:
         report = write_report(run, Path(options.out) / "report.html")
         console.print(f"report: {report}", markup=False, soft_wrap=True)
     if not run.finished:

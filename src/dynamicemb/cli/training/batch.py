@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from torchrec import KeyedJaggedTensor
 
 
@@ -46,6 +47,22 @@ class Batch:
             self.lengths.to(device),
             self.labels.to(device),
             self.odds,
+        )
+
+    def share(self, rank: int, size: int) -> Batch:
+        """The examples of one of ``size`` ranks; all shares together are the batch."""
+        begin, end = (self.size * one // size for one in (rank, rank + 1))
+        lengths = self.lengths.view(-1, self.size)
+        starts = nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        pieces = [
+            self.ids[starts[first + begin] : starts[first + end]]
+            for first in range(0, len(self.lengths), self.size)
+        ]
+        return Batch(
+            self.dense[begin:end],
+            torch.cat(pieces),
+            lengths[:, begin:end].reshape(-1),
+            self.labels[begin:end],
         )
 
     def keyed(self, features: tuple[str, ...]) -> KeyedJaggedTensor:

@@ -41,6 +41,7 @@ class TableMeter:
         self._last = {table.name: (0, 0) for table in tables}
 
     def read(self) -> dict[str, dict[str, float]]:
+        """The numbers of every table on this rank."""
         result = {}
         for table in self._tables:
             stats = table.stats()
@@ -82,6 +83,17 @@ class TableMeter:
             self._before[table.name] = dict(state[table.name]["counts"])
             hits, misses = state[table.name]["last"]
             self._last[table.name] = (hits, misses)
+
+
+def together(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The numbers of tables over all ranks: sums, and means of shares."""
+    result: dict[str, dict[str, float]] = {}
+    for name, first in parts[0].items():
+        sums = {key: sum(part[name][key] for part in parts) for key in first}
+        for key in ("load", "hit_rate"):
+            sums[key] = first[key] if len(parts) == 1 else sums[key] / len(parts)
+        result[name] = sums
+    return result
 
 
 class History:

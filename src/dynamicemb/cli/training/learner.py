@@ -27,11 +27,17 @@ class Learner:
         self.features = schema.features
         self.optimizers: list[torch.optim.Optimizer] = []
 
-    def learn(self, batch: Batch, timer: Timer, prefix: str = "") -> np.ndarray:
-        """Predict, then train on the same examples; returns the logits of the prediction."""
+    def learn(
+        self, batch: Batch, timer: Timer, prefix: str = "", *, weight: float = 1.0
+    ) -> np.ndarray:
+        """Predict, then train on the same examples; returns the logits of the prediction.
+
+        ``weight``: of the loss, where shares of ranks are not of one size.
+        """
         with timer.phase(prefix + "forward"):
             logits = self.model(batch.dense, batch.keyed(self.features))
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            loss = loss if weight == 1.0 else loss * weight
         with timer.phase(prefix + "backward"):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()

@@ -100,6 +100,7 @@ class TrainOptions:
     init_std: float = option(0.1, "standard deviation of a new row's values", minimum=0.0)
     # the run
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:N", check=_device)
+    nproc: int = option(1, "processes, each with a share of every table and batch", minimum=1)
     threads: int = option(1, "threads of torch and of the tables", minimum=1)
     window: int = option(100_000, "examples of the sliding window of the metrics", minimum=1)
     log_every: int = option(50, "steps between two points of the metrics", minimum=1)

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from dynamicemb.cli.training.batch import Batch, Source
-from dynamicemb.cli.training.history import History, Point, TableMeter
+from dynamicemb.cli.training.history import History, Point, TableMeter, together
 from dynamicemb.cli.training.learner import Learner, dynamic_learner, hashed_learner
 from dynamicemb.cli.training.metrics import Window
 from dynamicemb.cli.training.options import TrainOptions
+from dynamicemb.cli.training.ranks import Ranks
 from dynamicemb.cli.training.saving import Checkpoints, load_tables
+from dynamicemb.cli.training.sharded import sharded_learner
 from dynamicemb.cli.training.tables import tables_of
 from dynamicemb.cli.training.timer import Timer
 from dynamicemb.errors import CheckpointError, UsageError
@@ -36,10 +38,17 @@ class Run:
     checkpoint this process began with.
     """
 
-    def __init__(self, options: TrainOptions, source: Source, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: TrainOptions,
+        source: Source,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.options, self.source, self.device = options, source, device
+        self.ranks = ranks or Ranks()
         self.folder = Path(options.out)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", options.keep)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", options.keep, self.ranks)
         self.steps = self.examples = 0
         self.finished = False
         self.resumed_from: int | None = None
@@ -56,10 +65,12 @@ class Run:
     def _begin(self, start: dict[str, int]) -> None:
         """Make everything anew; ``start``: the capacity of tables that will be loaded."""
         schema = self.source.schema
-        self.learners: dict[str, Learner] = {
-            DYNAMIC: dynamic_learner(self.options, schema, self.device, start)
-        }
-        if self.options.baseline:
+        if self.ranks.size > 1:
+            dynamic = sharded_learner(self.options, schema, self.ranks.size, start)
+        else:
+            dynamic = dynamic_learner(self.options, schema, self.device, start)
+        self.learners: dict[str, Learner] = {DYNAMIC: dynamic}
+        if self.options.baseline and self.ranks.first:  # it is small; one rank is enough
             self.learners[HASHED] = hashed_learner(self.options, schema, self.device)
         self.tables = tables_of(self.learners[DYNAMIC].model)
         self.meter = TableMeter(self.tables)
@@ -98,7 +109,7 @@ class Run:
                 "seconds": self.seconds,
                 "timer": dict(self.timer.seconds),
                 "learners": {name: one.state() for name, one in self.learners.items()},
-                "tables": self.meter.state(),
+                "tables": self.ranks.gather(self.meter.state()),
                 "history": self.history.to_json(),
                 "window": [torch.from_numpy(one) for one in self.window.state()]
                 if self.window
@@ -107,7 +118,8 @@ class Run:
             }
             path = self.checkpoints.write(self.steps, self.model, state, counter=self._counts_ids)
         self._saved_at = time.monotonic()
-        self.history.write(self.folder / "metrics.json")
+        if self.ranks.first:
+            self.history.write(self.folder / "metrics.json")
         return path
 
     def _continue(self) -> bool:
@@ -158,14 +170,15 @@ class Run:
 
     def _restore(self, path: Path, state: dict[str, Any]) -> None:
         # Tables of the size they had: rows keep their order in a bucket, which breaks ties.
-        self._begin({name: one["capacity"] for name, one in state["tables"].items()})
+        own = state["tables"][self.ranks.rank]
+        self._begin({name: one["capacity"] for name, one in own.items()})
         load_tables(path, self.model, counter=self._counts_ids)
         for name, learner in self.learners.items():
             learner.restore(state["learners"][name])
         self.steps, self.examples = state["steps"], state["examples"]
         self._seconds_before = state["seconds"]
         self.timer.seconds = dict(state["timer"])
-        self.meter.restore(state["tables"])
+        self.meter.restore(own)
         self.history = History.from_json(state["history"])
         if state["window"]:
             rows = state["window"][0].shape[0]
@@ -190,12 +203,12 @@ class Run:
         self._started = self._saved_at = time.monotonic()
         self._last_point = (self.examples, self.seconds)
         batches = iter(self.source.batches(self.examples, self.options.batch_size))
-        while not stop():
+        while not self.ranks.agree(stop()):
             with self.timer.phase("data"):
                 batch = next(batches, None)
                 if self.total is not None and batch is not None:
                     batch = batch if self.examples < self.total else None
-            if batch is None:
+            if batch is None or batch.size < self.ranks.size:  # every rank needs an example
                 self.finished = True
                 break
             self._step(batch)
@@ -204,7 +217,7 @@ class Run:
             on_step(self)
             if self._is_time_to_save():
                 self.save()
-        if self.finished and self.window is not None and self.steps % self.options.log_every:
+        if self.finished and self.steps % self.options.log_every:
             self._measure()
         if self.steps:
             self.save()
@@ -212,10 +225,30 @@ class Run:
     def _step(self, batch: Batch) -> None:
         with self.timer.phase("data"):
             there = batch.to(self.device)
-        logits = {
-            name: learner.learn(there, self.timer, "" if name == DYNAMIC else f"{name}: ")
-            for name, learner in self.learners.items()
-        }
+        logits = {}
+        for name, learner in self.learners.items():
+            if name == DYNAMIC:
+                logits[name] = self._learn(learner, there)
+            else:
+                logits[name] = learner.learn(there, self.timer, f"{name}: ")
+        self.steps += 1
+        self.examples += batch.size
+        if self.ranks.first:
+            self._note(batch, logits)
+
+    def _learn(self, learner: Learner, batch: Batch) -> np.ndarray:
+        """Train on this rank's share; returns the logits of all examples at the first rank."""
+        ranks = self.ranks
+        if ranks.size == 1:
+            return learner.learn(batch, self.timer)
+        share = batch.share(ranks.rank, ranks.size)
+        weight = share.size * ranks.size / batch.size
+        logits = learner.learn(share, self.timer, weight=weight)
+        with self.timer.phase("metrics"):
+            parts = ranks.gather(logits)
+        return np.concatenate(parts) if parts else logits
+
+    def _note(self, batch: Batch, logits: dict[str, np.ndarray]) -> None:
         with self.timer.phase("metrics"):
             if self.window is None:
                 self.window = self._new_window(ceiling=batch.odds is not None)
@@ -225,12 +258,12 @@ class Run:
             self.recent.append(batch)
             while len(self.recent) > len(self.window.state()):  # as long as the window
                 self.recent.popleft()
-        self.steps += 1
-        self.examples += batch.size
 
     def _measure(self) -> None:
-        assert self.window is not None
         with self.timer.phase("metrics"):
+            parts = self.ranks.gather(self.meter.read())
+            if not self.ranks.first or self.window is None:
+                return
             seconds = self.seconds
             examples, before = self._last_point
             speed = (self.examples - examples) / max(1e-9, seconds - before)
@@ -243,7 +276,7 @@ class Run:
                     seconds,
                     speed,
                     self.window.measure(),
-                    self.meter.read(),
+                    together(parts),
                 )
             )
 
@@ -251,7 +284,8 @@ class Run:
         every, minutes = self.options.checkpoint_steps, self.options.checkpoint_minutes
         if every and self.steps % every == 0:
             return True
-        return bool(minutes) and time.monotonic() - self._saved_at >= 60 * minutes
+        late = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        return bool(minutes) and bool(self.ranks.agree(late))
 
     def mean_auc(self, name: str) -> float:
         """The AUC of a predictor, mean over the points of the second half of the run."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dynamicemb.checkpoint import DynamicEmbDump, DynamicEmbLoad
+from dynamicemb.cli.training.ranks import Ranks
 from dynamicemb.errors import CheckpointError, CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ _NAME = re.compile(r"step-\d+")
 class Checkpoints:
     """The checkpoints in a folder."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
+        self.folder, self._keep, self._ranks = folder, keep, ranks
 
     def found(self) -> list[Path]:
         """All that were completed, the newest first."""
@@ -42,13 +43,21 @@ class Checkpoints:
 
     def write(self, step: int, model: nn.Module, state: dict[str, Any], *, counter: bool) -> Path:
         """Write a checkpoint and remove those that are too many."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(old)
         target = self.folder / f"step-{step:010d}"
         draft = self.folder / (target.name + _UNFINISHED)
-        draft.mkdir()
+        if self._ranks.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob(f"*{_UNFINISHED}"):
+                shutil.rmtree(old)
+            draft.mkdir()
+        self._ranks.wait()
         DynamicEmbDump(draft / "tables", model, optim=True, counter=counter, progress=False)
+        if self._ranks.first:
+            self._commit(draft, target, state)
+        self._ranks.wait()
+        return target
+
+    def _commit(self, draft: Path, target: Path, state: dict[str, Any]) -> None:
         torch.save({"version": VERSION, **state}, draft / "run.pt")
         (draft / "run.sha256").write_text(_digest(draft / "run.pt"))
         for file in (draft / "run.pt", draft / "run.sha256", draft):
@@ -59,7 +68,6 @@ class Checkpoints:
         _sync(self.folder)
         for old in self.found()[self._keep :]:
             shutil.rmtree(old)
-        return target
 
     def states(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Those whose state is whole, the newest first, without their tables."""
@@ -71,8 +79,11 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove all checkpoints of this folder."""
-        for path in [*self.found(), *self.folder.glob(f"*{_UNFINISHED}")]:
-            shutil.rmtree(path)
+        self._ranks.wait()  # nobody looks for them any more
+        if self._ranks.first:
+            for path in [*self.found(), *self.folder.glob(f"*{_UNFINISHED}")]:
+                shutil.rmtree(path)
+        self._ranks.wait()
 
 
 def load_tables(path: Path, model: nn.Module, *, counter: bool) -> None:

@@ -16,7 +16,8 @@ from dynamicemb.admission import (
 )
 from dynamicemb.capacity import get_table_bytes
 from dynamicemb.cli.training.options import TrainOptions
-from dynamicemb.nn.module import DynamicModule
+from dynamicemb.nn import discovery
+from dynamicemb.nn.discovery import find_collections
 from dynamicemb.optimizers import EmbOptimType, get_optimizer_state_dim
 from dynamicemb.options import (
     DEFAULT_BUCKET_CAPACITY,
@@ -103,10 +104,9 @@ def hashed_capacity(options: TrainOptions) -> int:
 
 
 def tables_of(model: nn.Module) -> list[Table]:
-    """The dynamic tables of a model."""
+    """The dynamic tables of a model, sharded or not."""
     return [
         table
-        for module in model.modules()
-        if isinstance(module, DynamicModule)
-        for table in module.tables
+        for modules in find_collections(model).values()
+        for _, table in discovery.tables_of(modules).values()
     ]
