@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from redis_servers import Proxy, RedisServer
 from row_makers import FORMAT, IDS, make
 
 from dynamicemb.errors import StoreError
 from dynamicemb.tiers.remote.open import open_rows
+from redis_servers import Proxy, RedisServer
 
 Start = Callable[..., RedisServer]
 

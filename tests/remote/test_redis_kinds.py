@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from redis_servers import WAIT_S, RedisServer, free_port
 from row_makers import FORMAT, IDS, make
 
 from dynamicemb.errors import StoreError
 from dynamicemb.tiers.remote.open import open_rows
 from dynamicemb.tiers.remote.rows import RemoteRows
+from redis_servers import WAIT_S, RedisServer, free_port
 
 Start = Callable[..., RedisServer]
 

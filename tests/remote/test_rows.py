@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from redis_servers import RedisServer
 from row_makers import FORMAT, IDS, make
 
 from dynamicemb.errors import CorruptStoreError, InvalidArgumentError
 from dynamicemb.tiers.remote.memory import forget_memory
 from dynamicemb.tiers.remote.open import open_rows
 from dynamicemb.tiers.remote.rows import Part, RemoteRows, RowFormat
+from redis_servers import RedisServer
 
 Open = Callable[..., RemoteRows]
 

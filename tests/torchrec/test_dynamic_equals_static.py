@@ -8,8 +8,9 @@ import pytest
 import sharded
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from ranks import Ranks
 from torchrec import PoolingType
+
+from ranks import Ranks
 
 STEPS = 20
 BATCH = 12

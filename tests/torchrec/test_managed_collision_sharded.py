@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -28,6 +27,7 @@ from dynamicemb.managed_collision import (
     ManagedCollisionEmbeddingCollectionSharder,
     ManagedCollisionModule,
 )
+from ranks import Ranks
 
 CPU = torch.device("cpu")
 

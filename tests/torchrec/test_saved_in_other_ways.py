@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
 from sharded import Net, batch, configs, dynamic_model, dynamic_tables, even, share
 
 from dynamicemb.dcp import DynamicTables, dense_state_dict
 from dynamicemb.incremental_dump import apply_delta, dump_delta, incremental_dump
 from dynamicemb.serving import ServingTable
+from ranks import Ranks
 
 FUSED = {"learning_rate": 0.1}
 SIZE = 12

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
 from sharded import Net, batch, configs, dynamic_model, dynamic_tables, even, share
 
 from dynamicemb import DynamicEmbDump, DynamicEmbLoad, EmbOptimType
+from ranks import Ranks
 
 FUSED = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
 SIZE = 12

@@ -11,7 +11,6 @@ import sharded
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from ranks import Ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
@@ -34,6 +33,7 @@ from dynamicemb import (
 from dynamicemb import EmbOptimType as OurOptimType
 from dynamicemb.nn.discovery import find_collections
 from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
+from ranks import Ranks
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.3}
 BATCH = 12
