@@ -118,9 +118,10 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
     def plan(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> Plan:
-        ids = check_one_dimension("indices", check_ids("indices", ids, self.device))
+        device = self.device
+        ids = check_one_dimension("indices", check_ids("indices", ids, device))
         count = ids.numel()
-        offsets = check_offsets(offsets, count, self.device)
+        offsets = check_offsets(offsets, count, device)
         features, bags = sum(self.features), offsets.numel() - 1
         if bags % features or bags == 0:
             raise wrong_value(
@@ -130,7 +131,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         if weights is not None:
             if not self.pooled:
                 raise wrong_value("per_sample_weights", "a tensor", "None with pooling NONE")
-            weights = check_weights(weights, count, self.device)
+            weights = check_weights(weights, count, device)
         pooling = Pooling(
             self.pooling_mode, self.output_dtype, self.features, batch_size, offsets, weights
         )
@@ -140,8 +141,10 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         self, offsets: torch.Tensor, batch_size: int, count: int
     ) -> tuple[int, ...] | torch.Tensor:
         """Where the ids of each table begin; on a GPU they are not read by the host."""
+        if len(self.tables) == 1:
+            return (0, count)
         firsts = [batch_size * n for n in itertools.accumulate(self.features, initial=0)]
-        if len(self.tables) > 1 and self.device.type != "cpu":
+        if self.device.type != "cpu":
             if len(set(self.features)) == 1 and batch_size:  # a view: every so many offsets
                 return offsets[:: batch_size * self.features[0]]
             if self._first_bags is None or self._first_bags[0] != batch_size:

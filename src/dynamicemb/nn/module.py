@@ -89,6 +89,8 @@ class DynamicModule(nn.Module, ABC):
         super().__init__()
         self.tables = list(tables)
         self.features = tuple(features)
+        #: Columns of a pooled output.
+        self.output_columns = sum(n * one.dim for n, one in zip(features, tables, strict=True))
         self.output_dtype = output_dtype
         self.fused = fused
         self.handle = nn.Parameter(torch.zeros(1, device=self.device))
@@ -111,11 +113,6 @@ class DynamicModule(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the tables are, and ids and gradients must be."""
         return self.tables[0].device
-
-    @property
-    def output_columns(self) -> int:
-        """Columns of a pooled output."""
-        return sum(n * table.dim for n, table in zip(self.features, self.tables, strict=True))
 
     @property
     @abstractmethod

@@ -45,6 +45,8 @@ from dynamicemb.table.engine import (
 )
 from dynamicemb.table.numbers import TYPES, state_layout, strategy_number
 
+_CPU = torch.device("cpu")
+
 
 class CpuTable(Table):
     """A table in main memory. See :class:`Table`."""
@@ -93,7 +95,7 @@ class CpuTable(Table):
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return _CPU
 
     @property
     def capacity(self) -> int:
