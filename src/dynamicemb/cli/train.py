@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,15 +129,17 @@ def _device(name: str) -> torch.device:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that is not empty any more after Ctrl-C or SIGTERM; a second one ends at once."""
-    seen: list[int] = []
+def _interrupts() -> Iterator[list[float]]:
+    """A list that is not empty any more after Ctrl-C or SIGTERM; another one, a second later, ends
+    at once. Processes of a group may get the same signal twice."""
+    seen: list[float] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, _: object) -> None:
-        seen.append(number)
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        seen.append(time.monotonic())
+        if seen[-1] - seen[0] > 1.0:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, note)
