@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from models import build, data, train, with_spread_ids
+from static_models import build, data, train, with_spread_ids
 
 import torchrec_dynamic_embedding as tde
 from dynamicemb.errors import StoreError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from models import IDS, build, data, spread, train, with_spread_ids
+from static_models import IDS, build, data, spread, train, with_spread_ids
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingType
 
@@ -360,7 +360,7 @@ def test_the_server_fails_and_training_goes_on(
 
 def test_a_collection_without_a_server() -> None:
     """Slots alone, without a process group or a model."""
-    from models import config
+    from static_models import config
 
     collection = IDTransformerCollection(
         [config("bags", "a", 8, []), config("bags", "b", 8, ["g"])]

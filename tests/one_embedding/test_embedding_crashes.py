@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import embedding_victims as victims
 import pytest
 import torch
-import victims
 from embeddings import STORES
 
 TIMEOUT_S = 600

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from models import IDS, build, data, train, with_spread_ids
+from static_models import IDS, build, data, train, with_spread_ids
 from test_wrap import fill_server, rows_of
 
 import torchrec_dynamic_embedding as tde
