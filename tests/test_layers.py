@@ -9,11 +9,12 @@ from pathlib import Path
 import dynamicemb
 
 PACKAGE = Path(dynamicemb.__file__).parent
-LAYERS = (
-    *("kernels", "table", "tiers", "nn", "checkpoint", "torchrec", "one_embedding", "tde"),
-    "cli",
-)
-TORCHREC = ("planner", "shard", "managed_collision", "unsharded", "get_planner")
+LAYERS = ("kernels", "table", "tiers", "nn", "checkpoint", "torchrec", "other APIs", "cli")
+#: What makes up a layer that is not a folder of its name.
+PARTS = {
+    **dict.fromkeys(("planner", "shard", "unsharded", "get_planner"), "torchrec"),
+    **dict.fromkeys(("one_embedding", "tde", "managed_collision"), "other APIs"),
+}
 
 
 def layer_of(module: str) -> str | None:
@@ -22,7 +23,7 @@ def layer_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] != "dynamicemb" or len(parts) == 1:
         return None
-    name = "torchrec" if parts[1] in TORCHREC else parts[1]
+    name = PARTS.get(parts[1], parts[1])
     return name if name in LAYERS else None
 
 
@@ -50,3 +51,17 @@ def test_no_module_imports_from_a_layer_below_it() -> None:
                 wrong.append(f"{module}:{line} imports {imported}")
     assert seen == set(LAYERS)
     assert wrong == []
+
+
+def test_what_all_layers_use_imports_none_of_them() -> None:
+    """Else a layer could reach one below it through a module at the root."""
+    used, imported = set(), {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(("dynamicemb", *file.relative_to(PACKAGE).with_suffix("").parts))
+        names = {name for _, name in imports_of(file)}
+        if layer_of(module) is not None:
+            used |= {name for name in names if name.count(".") == 1 and layer_of(name) is None}
+        elif module.count(".") == 1:
+            imported[module] = {name for name in names if layer_of(name) is not None}
+    assert {"dynamicemb.errors", "dynamicemb.options"} <= used
+    assert {name: imported[name] for name in used if imported.get(name)} == {}

@@ -9,8 +9,8 @@ from measure import Clock
 
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
-from dynamicemb.table.base import Pooling
 from dynamicemb.table.cuda import CudaTable
+from dynamicemb.table.rows import Pooling
 
 SLOTS, BATCH = 1 << 24, 1 << 20
 

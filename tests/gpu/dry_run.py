@@ -19,7 +19,7 @@ from dynamicemb.options import (
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
-from dynamicemb.table.base import Pooling
+from dynamicemb.table.rows import Pooling
 
 POINTERS = {
     torch.int64: "*i64",

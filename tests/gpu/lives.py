@@ -18,7 +18,8 @@ from dynamicemb.options import (
     DynamicEmbTableOptions,
 )
 from dynamicemb.table import Table, create_group
-from dynamicemb.table.base import Pooling, TableGroup
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.rows import Pooling
 from tables import Clock, contents
 
 MakeTable = Callable[..., Table]

@@ -20,7 +20,7 @@ def resident_kib() -> int:
 
 
 def lookups() -> int:
-    from dynamicemb.table.base import Lookup
+    from dynamicemb.table.rows import Lookup
 
     return sum(issubclass(type(one), Lookup) for one in gc.get_objects())
 

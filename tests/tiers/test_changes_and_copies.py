@@ -20,8 +20,8 @@ from dynamicemb import (
 )
 from dynamicemb.incremental_dump import incremental_dump, track_removals
 from dynamicemb.table import create_table
+from dynamicemb.table.id_log import IdLog
 from dynamicemb.tiers import CachedTable, HostStore, SsdStore, Stack
-from dynamicemb.tiers.id_log import IdLog
 from dynamicemb.tiers.sizing import table_bytes
 from tables import DEBUG, STRATEGY
 
@@ -170,6 +170,10 @@ def test_the_log_forgets_the_oldest_beyond_its_limit() -> None:
     assert log.known_since > 1
     for mark in range(log.known_since, 40):
         assert log.after(mark).tolist() == list(range(mark * 30, 39 * 30 + 60))
+    log.set_limit(100)
+    assert log.known_since == 38
+    assert log.after(38).tolist() == list(range(38 * 30, 39 * 30 + 60))
+    assert log.bytes == 8 * 90
     many = IdLog(limit=2**20, known_since=1)
     for _ in range(3000):
         many.add(1, torch.arange(100))

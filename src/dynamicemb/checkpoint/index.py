@@ -15,7 +15,7 @@ import torch
 from dynamicemb import _engine
 from dynamicemb.checkpoint.writer import TableSource
 from dynamicemb.errors import CorruptCheckpointError
-from dynamicemb.table.base import Rows
+from dynamicemb.table.rows import Rows
 
 #: Roles of a shard's files beside those of ``names.ROLES``.
 INDEX = "index"

@@ -24,7 +24,8 @@ from dynamicemb.options import (
     normalize_score_strategy,
 )
 from dynamicemb.routing import Routing
-from dynamicemb.table.base import MAX_DIM, Progress
+from dynamicemb.table.base import MAX_DIM
+from dynamicemb.table.rows import Progress
 
 FORMAT = "dynamicemb checkpoint"
 VERSION = 1

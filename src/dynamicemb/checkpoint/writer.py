@@ -35,7 +35,7 @@ from dynamicemb.errors import InvalidArgumentError
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import ScoreStrategy
 from dynamicemb.routing import Routing
-from dynamicemb.table.base import Progress, Rows
+from dynamicemb.table.rows import Progress, Rows
 
 #: Batches that wait for the disk while the next one is made.
 _IN_FLIGHT = 2

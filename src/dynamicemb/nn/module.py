@@ -89,8 +89,6 @@ class DynamicModule(nn.Module, ABC):
         super().__init__()
         self.tables = list(tables)
         self.features = tuple(features)
-        #: Columns of a pooled output.
-        self.output_columns = sum(n * one.dim for n, one in zip(features, tables, strict=True))
         self.output_dtype = output_dtype
         self.fused = fused
         self.handle = nn.Parameter(torch.zeros(1, device=self.device))
@@ -108,6 +106,11 @@ class DynamicModule(nn.Module, ABC):
         _owners[id(self.handle)] = self
 
     # ---- lookups ----
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of a pooled output."""
+        return sum(n * table.dim for n, table in zip(self.features, self.tables, strict=True))
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from dynamicemb.optimizers import OptimizerArgs, OptimizerKind
 Closure = Callable[[], Any]
 
 
-class _RowsAndDense(torch.optim.Optimizer):
+class _RowsAndDense(torch.optim.Optimizer, ABC):
     """The rows of embeddings are updated around :meth:`step` (see ``nn.torch_optim``), which is
     about dense parameters alone."""
 
@@ -32,6 +33,7 @@ class _RowsAndDense(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
+    @abstractmethod
     def _update(
         self,
         parameter: torch.Tensor,
@@ -39,7 +41,7 @@ class _RowsAndDense(torch.optim.Optimizer):
         state: dict[str, Any],
         group: dict[str, Any],
     ) -> None:
-        raise NotImplementedError
+        """One step of a dense parameter."""
 
 
 class Ftrl(_RowsAndDense):

@@ -3,7 +3,10 @@
 ``create_table`` makes one table; a :class:`TableGroup` looks up and updates several at once.
 """
 
-from dynamicemb.table.base import (
+from dynamicemb.table.base import Table, timestamp_clock
+from dynamicemb.table.create import create_group, create_table
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.rows import (
     Found,
     Inserted,
     Lookup,
@@ -11,13 +14,9 @@ from dynamicemb.table.base import (
     Progress,
     Rows,
     SummedGradients,
-    Table,
-    TableGroup,
     TableStats,
     Written,
-    timestamp_clock,
 )
-from dynamicemb.table.create import create_group, create_table
 
 __all__ = [
     "Found",

@@ -7,8 +7,8 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -26,14 +26,18 @@ from dynamicemb.options import (
     MAX_BUCKET_CAPACITY,
     DynamicEmbCheckMode,
     DynamicEmbInitializerArgs,
-    DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     align_to_table_size,
     complete_initializer_args,
     warning_for_cstm_score,
 )
+from dynamicemb.table import content
 from dynamicemb.table.expiry import Expiry
+from dynamicemb.table.rows import Found, Inserted, Progress, Rows, TableStats, Written
+
+if TYPE_CHECKING:
+    from dynamicemb.table.group import TableGroup
 
 #: Slots of one table, and columns of a row, at most.
 MAX_SLOTS = 2**31
@@ -49,138 +53,6 @@ def timestamp_clock() -> int:
     with _clock_lock:
         _last_reading = max(_last_reading + 1, time.time_ns())
         return _last_reading
-
-
-@dataclass
-class Rows:
-    """Whole rows: ids [n] int64, embeddings [n, dim], state [n, state_dim] float32, and scores:
-    int64 tensors that hold 64 unsigned bits, [n], or [n, 2] (timestamp, count) for the pair
-    strategy."""
-
-    ids: torch.Tensor
-    embeddings: torch.Tensor
-    state: torch.Tensor
-    scores: torch.Tensor
-
-    def __len__(self) -> int:
-        return int(self.ids.shape[0])
-
-
-@dataclass
-class Found:
-    """What :meth:`Table.find` saw; where ``found`` is False, embeddings hold the constant of
-    ``eval_initializer_args``, state and scores 0."""
-
-    found: torch.Tensor
-    embeddings: torch.Tensor
-    state: torch.Tensor
-    scores: torch.Tensor
-
-
-@dataclass
-class Inserted:
-    """Rows in the order of the ids, their slots (-1: could not be inserted, reads 0.0; -2: not
-    admitted), and the evicted rows if they were asked for."""
-
-    embeddings: torch.Tensor
-    slots: torch.Tensor
-    evicted: Rows | None
-
-
-@dataclass
-class Written:
-    """Which ids are stored now, and the evicted rows if they were asked for."""
-
-    written: torch.Tensor
-    evicted: Rows | None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The numbers of a table that go on counting, so that a saved table continues as it was.
-
-    step: the STEP score of the next training batch. custom_score: of ``set_score``, if any.
-    iteration: optimizer updates so far. next_row_number: NO_EVICTION's. admission_calls: how often
-    a probability strategy was asked. seed: of new rows.
-    """
-
-    step: int
-    custom_score: int | None
-    iteration: int
-    next_row_number: int
-    admission_calls: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class TableStats:
-    """Counts since the table was made (or ``reset_stats``), and its size now.
-
-    hits, misses: distinct ids of training batches that were or were not there.
-    inserts, evictions: rows that came and went.
-    failures: ids that found no slot. rejections: ids that were not admitted.
-    dropped_gradients: gradients of rows that were gone when backward came.
-    bytes: memory in use.
-    """
-
-    hits: int
-    misses: int
-    inserts: int
-    evictions: int
-    failures: int
-    rejections: int
-    dropped_gradients: int
-    size: int
-    capacity: int
-    load_factor: float
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """How the ids of a call become output rows.
-
-    mode NONE: output [n, dim], row i for id i. SUM, MEAN: output [batch_size, sum of the features'
-    dims]; ``offsets`` (int64, features * batch_size + 1, feature-major) bounds the bags.
-    ``features`` says how many features each table has. ``weights`` (float32, [n]) scale the rows.
-    ``dtype`` is the output's and its gradient's.
-    """
-
-    mode: DynamicEmbPoolingMode
-    dtype: torch.dtype
-    features: tuple[int, ...]
-    batch_size: int = 0
-    offsets: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-
-    @property
-    def pooled(self) -> bool:
-        return self.mode is not DynamicEmbPoolingMode.NONE
-
-
-#: Where the ids of each table begin and end: numbers, or int64 on the tables' device.
-Bounds = Sequence[int] | torch.Tensor
-
-#: Per table: distinct ids int64 [n] and their summed gradients float32 [n, dim].
-SummedGradients = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-class Lookup:
-    """The ids of one training step and where their rows are; made by a :class:`TableGroup`.
-
-    It holds no pin: rows may move or be evicted before the update, which then finds them again or
-    drops the gradient and counts it.
-    """
-
-
-@dataclass
-class Kept:
-    """A training batch, the rows that each table evicted for it, and how many of its distinct ids
-    found no slot (0 where ``safe_check_mode`` is IGNORE)."""
-
-    lookup: Lookup
-    evicted: list[Rows]
-    failures: list[int]
 
 
 class Table(ABC):
@@ -236,6 +108,7 @@ class Table(ABC):
     has_store: ClassVar[bool] = False
     #: Slots it can grow to.
     max_slots: int
+    can_expire: ClassVar[bool] = False  # whether :meth:`expire` works
 
     @property
     def dim(self) -> int:
@@ -336,8 +209,9 @@ class Table(ABC):
         """From now on remember which ids leave the table: evicted, erased, cleared.
 
         ``limit``: ids to remember, 8 bytes each, at most; None: 2**20, or two per slot where that
-        is more. Beyond it the oldest are forgotten, which :meth:`removed_since` then says. Off
-        until the first call, and in copies.
+        is more (over a store: 2**20). Beyond it the oldest are forgotten, which
+        :meth:`removed_since` then says. Off until the first call, and in copies; a later call sets
+        another limit.
         """
         raise self._no_changes()
 
@@ -432,7 +306,10 @@ class Table(ABC):
     def expire(self, before: int, *, slots: int) -> int:
         """Look at the next ``slots`` slots, after the last one begin again at the first, and evict
         the rows whose score (the timestamp of two) is below ``before``. Returns how many."""
-        raise UsageError(f"a {type(self).__name__} cannot expire rows")
+        raise self._no_expiry()
+
+    def _no_expiry(self) -> UsageError:
+        return UsageError(f"a {type(self).__name__} cannot expire rows")
 
     def expire_after(
         self, *, age: float | None = None, steps: int | None = None, sweep: int = 1000
@@ -444,12 +321,15 @@ class Table(ABC):
         gone at most ``sweep`` batches after its time. Evicted ids are counted in :meth:`stats` and
         logged as removals. Not part of a saved table. Both ``None``: no longer.
         """
+        self._expiry = self.check_expiry(age=age, steps=steps, sweep=sweep)
+
+    def check_expiry(self, *, age: float | None, steps: int | None, sweep: int) -> Expiry | None:
+        """What :meth:`expire_after` takes, or raise."""
         if age is None and steps is None:
-            self._expiry = None
-            return
-        expiry = Expiry(self, age=age, steps=steps, sweep=sweep)
-        self.expire(0, slots=1)  # refuses where it is not possible
-        self._expiry = expiry
+            return None
+        if not self.can_expire:
+            raise self._no_expiry()
+        return Expiry(self, age=age, steps=steps, sweep=sweep)
 
     @abstractmethod
     def clear(self) -> None:
@@ -482,23 +362,23 @@ class Table(ABC):
         """Use another optimizer. Embeddings and scores stay; if the kind changes, state starts
         again from its initial value and ``iteration`` from 0."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole table as tensors that share no memory with it: ``ids``, ``embeddings``,
         ``state``, ``scores``, ``counter_ids``, ``counter_counts`` and ``meta`` (numbers)."""
+        return content.save(self)
 
-    @abstractmethod
     def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
         """Raise unless :meth:`load_state_dict` would take ``state`` once the table's optimizer is
         of ``kind``."""
+        content.check(self, state, kind)
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
         """Replace the content by that of :meth:`state_dict`; returns how many rows did not fit.
 
         Everything is checked before the first row changes. State of another kind of optimizer is
         refused.
         """
+        return content.load(self, state)
 
     @abstractmethod
     def progress(self) -> Progress:
@@ -755,85 +635,3 @@ class Table(ABC):
             raise wrong_type("optimizer", optimizer, "None or an Optimizer")
         optimizer.validate()
         return optimizer
-
-
-class TableGroup(ABC):
-    """Tables of one device, looked up and updated in one call over all of them.
-
-    ``bounds`` has one entry more than there are tables: the ids [bounds[t], bounds[t + 1]) are
-    table t's. They may be an int64 tensor where the tables are on a GPU.
-    """
-
-    tables: Sequence[Table]
-
-    @abstractmethod
-    def evaluate(
-        self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
-    ) -> None:
-        """Write the output of a lookup that changes nothing."""
-
-    @abstractmethod
-    def find_or_insert(
-        self,
-        ids: torch.Tensor,
-        bounds: Bounds,
-        *,
-        counts: torch.Tensor | None = None,
-        protect: Sequence[Lookup] = (),
-    ) -> Lookup:
-        """One training batch on every table. The rows of ``protect`` are not evicted by it."""
-
-    def read_ahead(self, ids: torch.Tensor, bounds: Bounds) -> bool:
-        """Start to read what a later training batch needs from slower stores; changes no row. False
-        if there are none. True: call :meth:`find_or_insert` when the batch's turn comes, in the
-        order of these calls, and :meth:`end_read_ahead` after it."""
-        return False
-
-    def end_read_ahead(self) -> None:  # noqa: B027
-        """The oldest batch of :meth:`read_ahead` had its turn."""
-
-    @abstractmethod
-    def find_or_insert_keeping(
-        self,
-        ids: torch.Tensor,
-        bounds: Bounds,
-        *,
-        counts: torch.Tensor | None = None,
-        protect: Sequence[Lookup] = (),
-    ) -> Kept:
-        """:meth:`find_or_insert` for tables whose rows go elsewhere when they leave. Leaves it to
-        the caller to obey ``safe_check_mode``, when the evicted rows are safe."""
-
-    @abstractmethod
-    def bring_in(
-        self, t: int, given: Rows, needed: torch.Tensor, protect: Sequence[Lookup]
-    ) -> Written:
-        """Insert whole rows of distinct ids into table t. Neither rows of the ids ``needed`` nor
-        those of ``protect`` leave for them. Ignores ``safe_check_mode``."""
-
-    @abstractmethod
-    def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
-        """Write the output of a training lookup from the rows as they are now."""
-
-    @abstractmethod
-    def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
-        """Sum the gradient per distinct id and update every row once with its table's optimizer;
-        adds 1 to every table's ``iteration``."""
-
-    @abstractmethod
-    def weight_gradient(
-        self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
-    ) -> torch.Tensor:
-        """float32 [n]: the gradient of ``pooling.weights``, from the rows as they are now."""
-
-    @abstractmethod
-    def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
-        """The gradients summed per distinct id; rows that are not stored are left out."""
-
-    @abstractmethod
-    def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
-        """The sum of several, one entry per id."""
-
-    @abstractmethod
-    def update_summed(self, gradients: SummedGradients) -> None:
-        """:meth:`update` from gradients that were summed before."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
 
 import torch
 
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 from dynamicemb.hashing import signed
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
-from dynamicemb.table.base import Progress, Table
+from dynamicemb.table.rows import Progress
+
+if TYPE_CHECKING:
+    from dynamicemb.table.base import Table
 
 FORMAT = 1
 #: The tensors of a table's content.

@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dynamicemb.admission import ProbabilityAdmissionStrategy, admission_mask
-from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer
-from dynamicemb.optimizers import Optimizer, OptimizerKind
+from dynamicemb.admission import admission_mask
+from dynamicemb.errors import OutOfMemoryError, check_integer
+from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import (
     DynamicEmbInitializerArgs,
     DynamicEmbPoolingMode,
     DynamicEmbTableOptions,
 )
-from dynamicemb.table import content
-from dynamicemb.table.base import (
-    Bounds,
-    Found,
-    Inserted,
-    Kept,
-    Lookup,
-    Pooling,
-    Progress,
-    Rows,
-    SummedGradients,
-    Table,
-    TableGroup,
-    TableStats,
-    Written,
-)
+from dynamicemb.table.base import Table
 from dynamicemb.table.counter import IdCounter
+from dynamicemb.table.cpu_group import CpuTableGroup
+from dynamicemb.table.device_table import DeviceTable
 from dynamicemb.table.engine import (
     ASSIGN,
     INSERT,
-    LOCATE,
-    TRAIN,
     _engine,
     address,
     engine_initializer,
     threads,
 )
 from dynamicemb.table.numbers import TYPES, state_layout, strategy_number
+from dynamicemb.table.rows import (
+    Found,
+    Inserted,
+    Pooling,
+    Rows,
+    TableStats,
+    Written,
+)
 
 _CPU = torch.device("cpu")
 
 
-class CpuTable(Table):
+class CpuTable(DeviceTable):
     """A table in main memory. See :class:`Table`."""
+
+    can_expire = True
 
     def __init__(
         self,
@@ -102,11 +96,12 @@ class CpuTable(Table):
         return self.engine.capacity
 
     @property
-    def bucket_capacity(self) -> int:
-        return self._width
+    def next_row_number(self) -> int:
+        return self.engine.next_row_number
 
-    def export_buckets(self) -> int:
-        return self.capacity // self._width
+    @next_row_number.setter
+    def next_row_number(self, number: int) -> None:
+        self.engine.next_row_number = number
 
     def size(self) -> int:
         return self.engine.size
@@ -212,9 +207,7 @@ class CpuTable(Table):
         return self.engine.mark_changes()
 
     def log_removals(self, limit: int | None = None) -> None:
-        if limit is None:
-            limit = max(2**20, 2 * self.max_slots)
-        self.engine.log_removals(check_integer("limit", limit, minimum=1, maximum=2**40))
+        self.engine.log_removals(self.removal_limit(limit))
 
     @property
     def logs_removals(self) -> bool:
@@ -371,44 +364,6 @@ class CpuTable(Table):
 
     # ---- saving ----
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return content.save(self)
-
-    def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
-        content.check(self, state, kind)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
-        return content.load(self, state)
-
-    def progress(self) -> Progress:
-        strategy = self.admit_strategy
-        counted = isinstance(strategy, ProbabilityAdmissionStrategy)
-        return Progress(
-            step=self.step,
-            custom_score=self.custom_score,
-            iteration=self.iteration,
-            next_row_number=self.engine.next_row_number,
-            admission_calls=strategy.calls if counted else 0,  # type: ignore[union-attr]
-            seed=self.seed,
-        )
-
-    def restore_progress(self, progress: Progress) -> None:
-        self.restore_scores(step=progress.step, custom_score=progress.custom_score)
-        self.iteration = progress.iteration
-        self.engine.next_row_number = progress.next_row_number
-        self.set_seed(progress.seed)
-        if isinstance(self.admit_strategy, ProbabilityAdmissionStrategy):
-            self.admit_strategy.calls = progress.admission_calls
-
-    def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if self.counter is None else self.counter.export()
-
-    def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        ids = self.check_ids("ids", ids)
-        counts = self.check_counts(counts, len(ids))
-        if self.counter is not None:
-            self.counter.restore(ids, counts)
-
     def write_rows(
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
     ) -> None:
@@ -460,232 +415,3 @@ def _restore_table(
     table.load_state_dict(state)
     table.reset_stats()
     return table
-
-
-@dataclass
-class CpuLookup(Lookup):
-    """One engine batch per table, over ids that are kept alive while they are needed."""
-
-    batches: list[Any]
-    bounds: tuple[int, ...]
-
-
-class CpuTableGroup(TableGroup):
-    """See :class:`TableGroup`."""
-
-    def __init__(self, tables: Sequence[CpuTable]) -> None:
-        self.tables: Sequence[CpuTable] = list(tables)
-
-    def evaluate(
-        self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
-    ) -> None:
-        assert not isinstance(bounds, torch.Tensor)
-        segments = self._segments([None] * len(self.tables), bounds, pooling)
-        layout = self._pooling(pooling, out)
-        _engine.evaluate(segments, ids.data_ptr(), layout, out.data_ptr(), threads())
-
-    def find_or_insert(
-        self,
-        ids: torch.Tensor,
-        bounds: Bounds,
-        *,
-        counts: torch.Tensor | None = None,
-        protect: Sequence[Lookup] = (),
-        keep_evicted: bool = False,
-        check: bool = True,
-    ) -> CpuLookup:
-        assert not isinstance(bounds, torch.Tensor)
-        scores = [table.batch_score() for table in self.tables]
-        batches = []
-        for t, table in enumerate(self.tables):
-            begin, end = bounds[t], bounds[t + 1]
-            offset = 8 * begin
-            batch = _engine.Batch(
-                table.engine,
-                TRAIN,
-                ids.data_ptr() + offset,
-                end - begin,
-                0 if counts is None else counts.data_ptr() + offset,
-            )
-            for other in protect:
-                assert isinstance(other, CpuLookup)
-                batch.protect(other.batches[t])
-            if keep_evicted:
-                batch.keep_evicted()
-            batches.append(batch)
-        try:
-            if any(table.admit_strategy is not None for table in self.tables):
-                _engine.find_batches(batches, threads())
-                for table, batch in zip(self.tables, batches, strict=True):
-                    table.decide(batch)
-                _engine.commit_batches(batches, scores, threads())
-            else:
-                _engine.run_batches(batches, scores, threads())
-        except MemoryError as error:
-            raise OutOfMemoryError(f"tables {[t.name for t in self.tables]}: {error}") from error
-        for table in self.tables:
-            table.advance_step()
-        if check:
-            for table, batch in zip(self.tables, batches, strict=True):
-                table.check_failures(batch.failures, batch.size)
-        return CpuLookup(batches, tuple(bounds))
-
-    def find_or_insert_keeping(
-        self,
-        ids: torch.Tensor,
-        bounds: Bounds,
-        *,
-        counts: torch.Tensor | None = None,
-        protect: Sequence[Lookup] = (),
-    ) -> Kept:
-        lookup = self.find_or_insert(
-            ids, bounds, counts=counts, protect=protect, keep_evicted=True, check=False
-        )
-        return Kept(
-            lookup,
-            [table.evicted_of(b) for table, b in zip(self.tables, lookup.batches, strict=True)],
-            [batch.failures for batch in lookup.batches],
-        )
-
-    def bring_in(
-        self, t: int, given: Rows, needed: torch.Tensor, protect: Sequence[Lookup]
-    ) -> Written:
-        table = self.tables[t]
-        batch = _engine.Batch(table.engine, INSERT, given.ids.data_ptr(), len(given), 0)
-        batch.give(address(given.embeddings), address(given.state), address(given.scores))
-        batch.keep_evicted()
-        located = _engine.Batch(table.engine, LOCATE, needed.data_ptr(), len(needed), 0)
-        _engine.run_batches([located], [(0, 0)], threads())
-        batch.protect(located)
-        for other in protect:
-            assert isinstance(other, CpuLookup)
-            batch.protect(other.batches[t])
-        _engine.run_batches([batch], [(0, 0)], threads())
-        return Written(table._written(batch), table.evicted_of(batch))
-
-    def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
-        segments = self._lookup_segments(lookup, pooling)
-        _engine.read(segments, self._pooling(pooling, out), out.data_ptr(), threads())
-
-    def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
-        segments = self._lookup_segments(lookup, pooling)
-        layout = self._pooling(pooling, gradient)
-        _engine.update(segments, layout, gradient.data_ptr(), self._steps(), threads())
-
-    def weight_gradient(
-        self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
-    ) -> torch.Tensor:
-        segments = self._lookup_segments(lookup, pooling)
-        assert isinstance(lookup, CpuLookup)
-        out = torch.zeros(lookup.bounds[-1], dtype=torch.float32, device="cpu")
-        layout = self._pooling(pooling, gradient)
-        _engine.weight_gradient(segments, layout, gradient.data_ptr(), out.data_ptr(), threads())
-        return out
-
-    def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
-        assert isinstance(lookup, CpuLookup)
-        segments = self._lookup_segments(lookup, pooling)
-        layout = self._pooling(pooling, gradient)
-        return [
-            self._sums(table, segment, layout, gradient, lookup.bounds[t + 1] - lookup.bounds[t])
-            for t, (table, segment) in enumerate(zip(self.tables, segments, strict=True))
-        ]
-
-    def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
-        merged = []
-        for t, table in enumerate(self.tables):
-            ids = torch.cat([part[t][0] for part in parts])
-            gradient = torch.cat([part[t][1] for part in parts])
-            segment, layout = self._located(table, ids, gradient)
-            merged.append(self._sums(table, segment, layout, gradient, len(ids), clamp=False))
-        return merged
-
-    def update_summed(self, gradients: SummedGradients) -> None:
-        self._steps()
-        for table, (ids, gradient) in zip(self.tables, gradients, strict=True):
-            segment, layout = self._located(table, ids, gradient)
-            step = _engine_step(table, clamp=False)
-            _engine.update([segment], layout, gradient.data_ptr(), [step], threads())
-
-    def _sums(
-        self,
-        table: CpuTable,
-        segment: Any,
-        layout: Any,
-        gradient: torch.Tensor,
-        n: int,
-        *,
-        clamp: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.empty(n, dtype=torch.int64, device="cpu")
-        sums = torch.empty(n, table.dim, dtype=torch.float32, device="cpu")
-        limit = table.optimizer.numbers(1)["max_gradient"] if clamp else 0.0
-        count = _engine.reduce(
-            segment,
-            layout,
-            gradient.data_ptr(),
-            limit,
-            threads(),
-            ids.data_ptr(),
-            sums.data_ptr(),
-        )
-        return ids[:count], sums[:count]
-
-    def _located(
-        self, table: CpuTable, ids: torch.Tensor, gradient: torch.Tensor
-    ) -> tuple[Any, Any]:
-        """A segment over given ids, with one gradient row each."""
-        batch = _engine.Batch(table.engine, LOCATE, ids.data_ptr(), len(ids), 0)
-        _engine.run_batches([batch], [(0, 0)], threads())
-        layout = self._pooling(Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,)), gradient)
-        return _engine.Segment(table.engine, batch, 0, len(ids), 0, 1, 0), layout
-
-    def _steps(self) -> list[Any]:
-        """The next optimizer step of every table."""
-        for table in self.tables:
-            if not table.options.training:
-                raise UsageError(
-                    f"table {table.name!r} has training=False in its options and cannot be updated"
-                )
-            table.iteration += 1
-        return [_engine_step(table) for table in self.tables]
-
-    def _lookup_segments(self, lookup: Lookup, pooling: Pooling) -> list[Any]:
-        assert isinstance(lookup, CpuLookup)
-        return self._segments(lookup.batches, lookup.bounds, pooling)
-
-    def _segments(
-        self, batches: Sequence[Any], bounds: Sequence[int], pooling: Pooling
-    ) -> list[Any]:
-        segments = []
-        feature = column = 0
-        for t, table in enumerate(self.tables):
-            features = pooling.features[t]
-            begin, end = bounds[t], bounds[t + 1]
-            segments.append(
-                _engine.Segment(
-                    table.engine, batches[t], begin, end - begin, feature, features, column
-                )
-            )
-            feature += features
-            column += features * table.dim
-        return segments
-
-    def _pooling(self, pooling: Pooling, output: torch.Tensor) -> Any:
-        return _engine.Pooling(
-            pooled=pooling.pooled,
-            mean=pooling.mode is DynamicEmbPoolingMode.MEAN,
-            batch_size=pooling.batch_size,
-            offsets=address(pooling.offsets),
-            weights=address(pooling.weights),
-            type=TYPES[pooling.dtype],
-            stride=output.shape[1],
-        )
-
-
-def _engine_step(table: CpuTable, *, clamp: bool = True) -> Any:
-    """The engine's numbers for the update that ``table.iteration`` counts."""
-    numbers = table.optimizer.numbers(table.iteration)
-    if not clamp:
-        numbers["max_gradient"] = 0.0  # the summands were clamped already
-    return _engine.OptimizerStep(**numbers, rounding_seed=table.seed)

@@ -10,7 +10,8 @@ import torch
 from dynamicemb.errors import InvalidArgumentError, wrong_type
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
-from dynamicemb.table.base import Table, TableGroup
+from dynamicemb.table.base import Table
+from dynamicemb.table.group import TableGroup
 
 Settings = dict[str, Any]
 

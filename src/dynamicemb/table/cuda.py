@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.admission import ProbabilityAdmissionStrategy, admission_mask
+from dynamicemb.admission import admission_mask
 from dynamicemb.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
@@ -25,29 +25,22 @@ from dynamicemb.options import (
     DynamicEmbCheckMode,
     DynamicEmbInitializerArgs,
     DynamicEmbPoolingMode,
-    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
-from dynamicemb.table import content
-from dynamicemb.table.base import (
-    Found,
-    Inserted,
-    Pooling,
-    Progress,
-    Rows,
-    Table,
-    TableStats,
-    Written,
-)
+from dynamicemb.table.base import Table
 from dynamicemb.table.cuda_batch import ELEMENTS, SLOT_REJECTED, Batch
-from dynamicemb.table.cuda_changes import LAST_MARK, Changes, Removals
+from dynamicemb.table.cuda_changes import LAST_MARK, Changes
+from dynamicemb.table.cuda_counter import CudaIdCounter, counting_options
 from dynamicemb.table.cuda_group import CudaTableGroup
 from dynamicemb.table.cuda_layout import bits, initializer_column, signed, to_device
+from dynamicemb.table.device_table import DeviceTable
+from dynamicemb.table.id_log import IdLog
 from dynamicemb.table.numbers import (
     NO_EVICTION_STRATEGY,
     initializer_numbers,
     strategy_number,
 )
+from dynamicemb.table.rows import Found, Inserted, Pooling, Rows, TableStats, Written
 
 #: Columns of a row at most: a row is one tile of a kernel.
 MAX_CUDA_DIM = 4096
@@ -56,7 +49,7 @@ KINDS = tuple(kind for kind in OptimizerKind if kind is not OptimizerKind.SMART_
 _SIZE, _FAILURES = COUNTER_NAMES.index("size"), COUNTER_NAMES.index("failures")
 
 
-class CudaTable(Table):
+class CudaTable(DeviceTable):
     """A table in the memory of a GPU. See :class:`Table`; the results are those of a CPU table.
 
     Everything runs on the current stream; a call on another stream than the one before waits for
@@ -105,7 +98,10 @@ class CudaTable(Table):
             self.admit_strategy = self.options.admit_strategy.per_table()
         if self.options.admission_counter is not None:
             config = self.options.admission_counter
-            self.counter = CudaIdCounter(config.capacity, config.bucket_capacity, self._device)
+            counting = counting_options(config.capacity, config.bucket_capacity)
+            self.counter = CudaIdCounter(
+                CudaTable(counting, name="counter", seed=0, device=self._device, rowless=True)
+            )
 
     # ---- memory ----
 
@@ -160,13 +156,6 @@ class CudaTable(Table):
     def capacity(self) -> int:
         return self.buckets * self._width
 
-    @property
-    def bucket_capacity(self) -> int:
-        return self._width
-
-    def export_buckets(self) -> int:
-        return self.capacity // self._width
-
     def size(self) -> int:
         return int(self.counters[_SIZE])
 
@@ -176,7 +165,7 @@ class CudaTable(Table):
             self.digests, self.keys, self.scores, self.times, self.touched, self.heads, self.rows,
             self.state, self.known_changes.stamps,
         )  # fmt: skip
-        used = 0 if self.known_changes.removals is None else self.known_changes.removals.bytes()
+        used = 0 if self.known_changes.removals is None else self.known_changes.removals.bytes
         used += sum(tensor.nbytes for tensor in tensors if tensor is not None)
         used += 0 if self.counter is None else self.counter.table.stats().bytes
         return TableStats(
@@ -348,16 +337,14 @@ class CudaTable(Table):
             return self.known_changes.mark()
 
     def log_removals(self, limit: int | None = None) -> None:
-        if limit is None:
-            limit = max(2**20, 2 * self.max_slots)
-        limit = check_integer("limit", limit, minimum=1, maximum=2**40)
+        limit = self.removal_limit(limit)
         with self.lock:
             removals = self.known_changes.removals
             if removals is None:
-                self.known_changes.removals = Removals(self.mark_changes(), limit)
+                self.known_changes.removals = IdLog(limit, self.mark_changes(), self._device)
                 self.moved()
             else:
-                removals.limit = limit
+                removals.set_limit(limit)
 
     @property
     def logs_removals(self) -> bool:
@@ -367,15 +354,12 @@ class CudaTable(Table):
         removals = self.known_changes.removals
         assert removals is not None
         with self.lock:
-            ids = removals.since(mark)
-            if ids is None:
-                ids = torch.empty(0, dtype=torch.int64, device=self._device)
-            return removals.known_since, ids
+            return removals.known_since, removals.after(mark)
 
     def _log_removed(self, slots: torch.Tensor) -> None:
         """The ids in these slots (int64) leave."""
         if self.known_changes.removals is not None:
-            self.known_changes.removals.add(self.known_changes.now, self.keys[slots])
+            self.known_changes.removals.add(self.known_changes.last_mark, self.keys[slots])
 
     # ---- writing ----
 
@@ -776,15 +760,6 @@ class CudaTable(Table):
 
     # ---- saving ----
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return content.save(self)
-
-    def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
-        content.check(self, state, kind)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
-        return content.load(self, state)
-
     def write_rows(
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
     ) -> None:
@@ -796,76 +771,14 @@ class CudaTable(Table):
     def next_row_number(self) -> int:
         return int(self.next_number) % 2**64
 
-    def progress(self) -> Progress:
-        strategy = self.admit_strategy
-        counted = isinstance(strategy, ProbabilityAdmissionStrategy)
-        return Progress(
-            step=self.step,
-            custom_score=self.custom_score,
-            iteration=self.iteration,
-            next_row_number=self.next_row_number,
-            admission_calls=strategy.calls if counted else 0,  # type: ignore[union-attr]
-            seed=self.seed,
-        )
-
-    def restore_progress(self, progress: Progress) -> None:
-        self.restore_scores(step=progress.step, custom_score=progress.custom_score)
-        self.iteration = progress.iteration
-        self.next_number.fill_(signed(progress.next_row_number))
-        self.set_seed(progress.seed)
-        if isinstance(self.admit_strategy, ProbabilityAdmissionStrategy):
-            self.admit_strategy.calls = progress.admission_calls
-
-    def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if self.counter is None else self.counter.export()
-
-    def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        ids = self.check_ids("ids", ids)
-        counts = self.check_counts(counts, len(ids))
-        if self.counter is not None:
-            self.counter.restore(ids, counts)
+    @next_row_number.setter
+    def next_row_number(self, number: int) -> None:
+        self.next_number.fill_(signed(number))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickling and copying carry the rows along."""
         settings = (self.options, self.optimizer, self.name, self.seed, self._clock_function)
         return _restore_table, (*settings, str(self._device), self.state_dict())
-
-
-class CudaIdCounter:
-    """See :class:`dynamicemb.table.counter.IdCounter`."""
-
-    def __init__(self, capacity: int, bucket_capacity: int, device: torch.device) -> None:
-        options = DynamicEmbTableOptions(
-            dim=1,
-            max_capacity=capacity,
-            bucket_capacity=bucket_capacity,
-            max_load_factor=0.0,
-            score_strategy=DynamicEmbScoreStrategy.LFU,
-        )
-        self.table = CudaTable(options, name="counter", seed=0, device=device, rowless=True)
-
-    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Count distinct ids."""
-        self.table.group.insert_batch(
-            ids, None, [(0, 0)], counts=counts, codes=None, train=True, distinct=True
-        )
-
-    def counts(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: how often each id was counted."""
-        slots = self.table.find_slots(ids)
-        counted = self.table.scores[slots.clamp(min=0)]
-        return torch.where(slots >= 0, counted, 0)
-
-    def export(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, counts), both int64 [n]."""
-        slots = (self.table.digests != 0).nonzero().squeeze(1)
-        return self.table.keys[slots], self.table.scores[slots]
-
-    def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Start again from these counts."""
-        self.table.clear()
-        if len(ids):
-            self.add(ids.contiguous(), counts.contiguous())
 
 
 def _checked_device(device: torch.device | str) -> torch.device:

@@ -547,7 +547,7 @@ class Batch:
             if removals is not None:
                 own = evicted if self.one else evicted & (self.tables[: len(evicted)] == t)
                 ids = self.evicted_ids[: len(evicted)][own]
-                removals.add(table.known_changes.now, ids)
+                removals.add(table.known_changes.last_mark, ids)
 
     def protect(self) -> None:
         """Keep the rows of these entries from being evicted by the batch that is starting."""

@@ -14,11 +14,11 @@ from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.kernels.layout import STEP_NAMES
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
-from dynamicemb.table.base import Pooling
 from dynamicemb.table.cuda_batch import ELEMENTS, Batch
 from dynamicemb.table.cuda_layout import Layout, TableClass, bits
 from dynamicemb.table.cuda_workspace import hot_blocks
 from dynamicemb.table.numbers import TYPES
+from dynamicemb.table.rows import Pooling
 
 _L2, _DECOUPLED = 1, 2
 #: Numbers of the rows that one program updates, and those of the hot blocks that one sums at a

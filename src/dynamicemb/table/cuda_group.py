@@ -14,21 +14,13 @@ from dynamicemb.kernels import find, rows
 from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.options import DynamicEmbPoolingMode
 from dynamicemb.table import cuda_gradients
-from dynamicemb.table.base import (
-    Bounds,
-    Kept,
-    Lookup,
-    Pooling,
-    Rows,
-    SummedGradients,
-    TableGroup,
-    Written,
-)
 from dynamicemb.table.cuda_batch import LANES, SLOT_GONE, SLOT_REJECTED, Batch
 from dynamicemb.table.cuda_gradients import UNPOOLED, sums_per_entry
 from dynamicemb.table.cuda_layout import Layout, TableClass, bits, to_device
 from dynamicemb.table.cuda_replay import Replay
+from dynamicemb.table.group import TableGroup
 from dynamicemb.table.numbers import NO_EVICTION_STRATEGY, TYPES
+from dynamicemb.table.rows import Bounds, Kept, Lookup, Pooling, Rows, SummedGradients, Written
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda import CudaTable

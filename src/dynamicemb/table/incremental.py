@@ -16,7 +16,8 @@ import torch
 
 from dynamicemb.errors import UsageError, check_integer
 from dynamicemb.options import DynamicEmbScoreStrategy
-from dynamicemb.table.base import Rows, Table
+from dynamicemb.table.base import Table
+from dynamicemb.table.rows import Rows
 
 #: Thresholds of a table that are remembered; the smallest are forgotten first.
 MAX_THRESHOLDS = 1024

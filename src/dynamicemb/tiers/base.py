@@ -12,7 +12,7 @@ import torch
 from dynamicemb.errors import UsageError, wrong_type, wrong_value
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
-from dynamicemb.table.base import Found, Rows
+from dynamicemb.table.rows import Found, Rows
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,10 @@ import torch
 
 from dynamicemb.errors import UsageError
 from dynamicemb.options import MAX_BUCKET_CAPACITY
-from dynamicemb.table.base import (
-    Bounds,
-    Kept,
-    Lookup,
-    Pooling,
-    Rows,
-    SummedGradients,
-    Table,
-    TableGroup,
-    Written,
-)
+from dynamicemb.table.base import Table
 from dynamicemb.table.create import create_group, create_table
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.rows import Bounds, Kept, Lookup, Pooling, Rows, SummedGradients, Written
 from dynamicemb.tiers.cached_table import CachedTable
 from dynamicemb.tiers.read_ahead import ReadAhead
 

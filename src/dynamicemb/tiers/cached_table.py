@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,25 +19,16 @@ from dynamicemb.errors import (
     check_integer,
     wrong_type,
 )
-from dynamicemb.optimizers import Optimizer, OptimizerKind
+from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbInitializerArgs, DynamicEmbTableOptions
-from dynamicemb.table import content
-from dynamicemb.table.base import (
-    Found,
-    Inserted,
-    Lookup,
-    Progress,
-    Rows,
-    Table,
-    TableGroup,
-    TableStats,
-    Written,
-)
+from dynamicemb.table.base import Table
 from dynamicemb.table.create import create_table
+from dynamicemb.table.group import TableGroup
+from dynamicemb.table.id_log import IdLog
 from dynamicemb.table.incremental import current_mark
+from dynamicemb.table.rows import Found, Inserted, Lookup, Progress, Rows, TableStats, Written
 from dynamicemb.tiers.base import Store
 from dynamicemb.tiers.host import HostStore
-from dynamicemb.tiers.id_log import IdLog
 from dynamicemb.tiers.merge import contains_below, export_below, fill_from, join, select
 from dynamicemb.tiers.read_ahead import ReadAhead
 from dynamicemb.tiers.staging import to_device, to_host
@@ -348,7 +340,7 @@ class CachedTable(Table):
         """Keep the whole table of now under a name, in the store, if it has snapshots."""
         with self.lock:
             self.flush()
-            self.store.snapshot(name, repr(self.progress()).encode())
+            self.store.snapshot(name, json.dumps(asdict(self.progress())).encode())
 
     def load_snapshot(self, name: str) -> None:
         """Return to a snapshot: rows, scores, and the numbers that go on counting."""
@@ -486,7 +478,10 @@ class CachedTable(Table):
         with self.lock:
             limit = 2**20 if limit is None else check_integer("limit", limit, minimum=1)
             mark = self.mark_changes()
-            self._removed = self._removed or IdLog(limit, mark)
+            if self._removed is None:
+                self._removed = IdLog(limit, mark)
+            else:
+                self._removed.set_limit(limit)
             self.store.log_drops()
 
     @property
@@ -678,15 +673,6 @@ class CachedTable(Table):
         """Insert saved rows."""
         self.insert(ids, embeddings, state=state, scores=scores)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return content.save(self)
-
-    def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
-        content.check(self, state, kind)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> int:
-        return content.load(self, state)
-
     def progress(self) -> Progress:
         return self.cache.progress()
 
@@ -747,11 +733,7 @@ def _restore_table(
 
 
 def _parse_progress(note: bytes) -> Progress:
-    import ast
-
     try:
-        call = ast.parse(note.decode(), mode="eval").body
-        assert isinstance(call, ast.Call)
-        return Progress(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
-    except (SyntaxError, ValueError, AssertionError, TypeError) as error:
+        return Progress(**json.loads(note))
+    except (ValueError, TypeError) as error:
         raise InvalidArgumentError(f"the note of the snapshot is no progress: {note!r}") from error

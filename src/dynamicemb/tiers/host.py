@@ -12,8 +12,8 @@ import torch
 from dynamicemb.errors import StoreError
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbScoreStrategy, DynamicEmbTableOptions
-from dynamicemb.table.base import Found, Rows
 from dynamicemb.table.cpu import CpuTable
+from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import BoundedStore, StoreStats
 from dynamicemb.tiers.merge import join, select
 from dynamicemb.tiers.sizing import rows_within

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from dynamicemb.table.base import Found, Rows
+from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import Store
 
 

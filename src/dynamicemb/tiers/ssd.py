@@ -27,7 +27,7 @@ from dynamicemb.errors import (
 )
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
-from dynamicemb.table.base import Found, Rows
+from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import BoundedStore, StoreStats
 from dynamicemb.tiers.merge import select
 

@@ -11,7 +11,7 @@ import torch
 from dynamicemb.errors import StoreError, UsageError, wrong_type, wrong_value
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
-from dynamicemb.table.base import Found, Rows
+from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import BoundedStore, Store, StoreStats
 from dynamicemb.tiers.merge import contains_below, export_below, fill_from
 

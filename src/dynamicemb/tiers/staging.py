@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dynamicemb.table.base import Rows
+from dynamicemb.table.rows import Rows
 
 _PARTS = ("ids", "embeddings", "state", "scores")
 

@@ -23,7 +23,7 @@ from dynamicemb.cli.training.sharded import sharded_learner
 from dynamicemb.cli.training.tables import tables_of
 from dynamicemb.cli.training.timer import Timer
 from dynamicemb.errors import CheckpointError, UsageError
-from dynamicemb.expiry import expire_rows
+from dynamicemb.nn.expiry import expire_rows
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dynamicemb.errors import InvalidArgumentError, UsageError, check_integer, wrong_value
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
-from dynamicemb.table.base import Found, Rows
+from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import RowLayout, Store, StoreStats
 from dynamicemb.tiers.remote.open import check_url, open_rows
 from dynamicemb.tiers.remote.rows import Part, RemoteRows, RowFormat

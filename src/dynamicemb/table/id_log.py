@@ -9,18 +9,19 @@ class IdLog:
     """Ids with the mark after which something happened to them, the newest first to be kept.
 
     ``limit``: ids that are remembered, 8 bytes each, at most. ``known_since``: the oldest mark that
-    :meth:`after` can answer.
+    :meth:`after` can answer. The ids are on ``device``.
     """
 
-    def __init__(self, limit: int, known_since: int) -> None:
+    def __init__(self, limit: int, known_since: int, device: torch.device | str = "cpu") -> None:
         self._limit = limit
         self.known_since = known_since
+        self._none = torch.empty(0, dtype=torch.int64, device=device)
         self._entries: list[tuple[int, torch.Tensor]] = []
         self._count = 0
         self._tidy_at = min(limit, 2**16)
 
     def add(self, mark: int, ids: torch.Tensor) -> None:
-        """It happened to ``ids`` (in main memory) after ``mark``, the last one there is."""
+        """It happened to ``ids`` after ``mark``, the last one there is."""
         if not len(ids):
             return
         self._entries.append((mark, ids))
@@ -28,12 +29,24 @@ class IdLog:
         if self._count > self._tidy_at:
             self._tidy()
 
+    def set_limit(self, limit: int) -> None:
+        """Another limit, from now on and for what is known."""
+        self._limit = limit
+        self._tidy_at = min(self._tidy_at, limit)
+        if self._count > limit:
+            self._tidy()
+
+    @property
+    def bytes(self) -> int:
+        """Memory for the ids."""
+        return 8 * self._count
+
     def _tidy(self) -> None:
         """Keep the last mark of each id, and no more than the limit."""
         parts: dict[int, list[torch.Tensor]] = {}
         for mark, ids in self._entries:
             parts.setdefault(mark, []).append(ids)
-        newer = torch.empty(0, dtype=torch.int64, device="cpu")
+        newer = self._none
         kept: list[tuple[int, torch.Tensor]] = []
         for mark in sorted(parts, reverse=True):
             ids = torch.unique(torch.cat(parts[mark]))
@@ -55,6 +68,5 @@ class IdLog:
     def after(self, mark: int) -> torch.Tensor:
         """The ids it happened to after ``mark``, each once, in ascending order."""
         parts = [ids for entry, ids in self._entries if entry >= mark]
-        empty = torch.empty(0, dtype=torch.int64, device="cpu")
-        distinct: torch.Tensor = torch.unique(torch.cat([empty, *parts]))
+        distinct: torch.Tensor = torch.unique(torch.cat([self._none, *parts]))
         return distinct

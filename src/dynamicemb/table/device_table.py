@@ -1,0 +1,87 @@
+"""What tables that hold their rows themselves share, whatever device they are on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+import torch
+
+from dynamicemb.admission import AdmissionStrategy, ProbabilityAdmissionStrategy
+from dynamicemb.errors import check_integer
+from dynamicemb.table.base import Table
+from dynamicemb.table.rows import Progress
+
+
+class Counter(Protocol):
+    """Occurrences of ids that have no row; see :class:`dynamicemb.table.counter.IdCounter`."""
+
+    def add(self, ids: torch.Tensor, counts: torch.Tensor) -> None: ...
+    def counts(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def export(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None: ...
+
+
+class DeviceTable(Table):
+    """A table of buckets in the memory of one device."""
+
+    _width: int
+    admit_strategy: AdmissionStrategy | None
+    counter: Counter | None
+
+    @property
+    def bucket_capacity(self) -> int:
+        return self._width
+
+    def export_buckets(self) -> int:
+        return self.capacity // self._width
+
+    def removal_limit(self, limit: int | None) -> int:
+        """The limit that :meth:`log_removals` is to take."""
+        if limit is None:
+            return max(2**20, 2 * self.max_slots)
+        return check_integer("limit", limit, minimum=1, maximum=2**40)
+
+    # ---- saving ----
+
+    @property
+    @abstractmethod
+    def next_row_number(self) -> int:
+        """The score of the next new row under NO_EVICTION; can be set."""
+
+    @next_row_number.setter
+    @abstractmethod
+    def next_row_number(self, number: int) -> None: ...
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> None:
+        """New rows follow another seed."""
+
+    def progress(self) -> Progress:
+        strategy = self.admit_strategy
+        draws = isinstance(strategy, ProbabilityAdmissionStrategy)
+        return Progress(
+            step=self.step,
+            custom_score=self.custom_score,
+            iteration=self.iteration,
+            next_row_number=self.next_row_number,
+            admission_calls=strategy.calls if draws else 0,  # type: ignore[union-attr]
+            seed=self.seed,
+        )
+
+    def restore_progress(self, progress: Progress) -> None:
+        self.restore_scores(step=progress.step, custom_score=progress.custom_score)
+        self.iteration = progress.iteration
+        self.next_row_number = progress.next_row_number
+        self.set_seed(progress.seed)
+        if isinstance(self.admit_strategy, ProbabilityAdmissionStrategy):
+            self.admit_strategy.calls = progress.admission_calls
+
+    def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.counter is None else self.counter.export()
+
+    def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        ids = self.check_ids("ids", ids)
+        counts = self.check_counts(counts, len(ids))
+        if self.counter is not None:
+            self.counter.restore(ids, counts)
