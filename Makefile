@@ -1,11 +1,12 @@
 # make train   set up, then run the main job
 # make test    set up, then run the tests
+# make docs    set up, then build the documentation into build/site
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 
-.PHONY: setup train test lint types format sanitize stress bench clean
+.PHONY: setup train test docs lint types format sanitize stress bench clean
 
 setup: $(VENV)/.built
 
@@ -24,6 +25,9 @@ train: setup
 
 test: setup
 	$(PY) -m pytest
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""What the documents and examples show runs as written."""
+"""The example of a click model on a stream runs, with its options, and repeats itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def python_blocks(document: Path) -> list[str]:
-    return _BLOCK.findall(document.read_text())
 
 
 def run(*arguments: str) -> str:
@@ -25,23 +17,6 @@ def run(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(code, id=f"{document.name}-{number}")
-        for document in DOCUMENTS
-        for number, code in enumerate(python_blocks(document), 1)
-    ],
-)
-def test_code_block_runs(code: str) -> None:
-    exec(compile(code, "<block>", "exec"), {"__name__": "__main__"})
-
-
-def test_first_example_is_the_file() -> None:
-    first = python_blocks(ROOT / "README.md")[0]
-    assert first == (ROOT / "examples" / "first_steps.py").read_text()
 
 
 def click_stream(*arguments: str) -> str:

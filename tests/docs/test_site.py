@@ -1,0 +1,96 @@
+"""The site is built without a warning, loads nothing from the network, and has all public names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from markdown_blocks import ROOT
+
+pytest.importorskip("mkdocs", reason="the documentation is built with mkdocs: requirements.txt")
+
+PUBLIC = (
+    "dynamicemb",
+    "dynamicemb.dcp",
+    "dynamicemb.errors",
+    "dynamicemb.exchange",
+    "dynamicemb.expiry",
+    "dynamicemb.get_planner",
+    "dynamicemb.incremental_dump",
+    "dynamicemb.managed_collision",
+    "dynamicemb.one_embedding",
+    "dynamicemb.planner",
+    "dynamicemb.serving",
+    "dynamicemb.shard",
+    "dynamicemb.table",
+    "dynamicemb.tde",
+    "dynamicemb.tiers",
+    "dynamicemb.unsharded",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with every warning an error (a page that is not in the navigation is one)."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page loads by itself, its anchors, and its headings."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.images_without_words: list[str] = []
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.anchors.add(given.get("id") or "")
+        loaded = given.get("href") if tag == "link" else given.get("src")
+        if loaded is not None and given.get("rel") != "canonical":
+            self.loads.append(loaded)
+        if tag == "img" and not given.get("alt"):
+            self.images_without_words.append(given.get("src") or "")
+
+
+def test_pages_load_nothing_from_the_network(site: Path) -> None:
+    pages = {file: Page(file) for file in site.rglob("*.html")}
+    assert len(pages) > 20
+    for file, page in pages.items():
+        for loaded in page.loads:
+            assert not re.match(r"(https?:)?//", loaded), f"{file.name} loads {loaded}"
+            path = loaded.split("?")[0].split("#")[0]
+            if not path.startswith("data:") and file.name != "404.html":
+                assert (file.parent / path).exists(), f"{file.name} loads {loaded}"
+        assert page.images_without_words == []
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text()), sheet
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_api_has_every_public_name(site: Path, module: str) -> None:
+    if module.rpartition(".")[2] in ("get_planner", "managed_collision", "planner", "shard", "tde"):
+        pytest.importorskip("torchrec")
+    anchors = set().union(*(Page(file).anchors for file in (site / "api").glob("*.html")))
+    of_module = re.compile(rf"{re.escape(module)}\.(?:\w+\.)*(\w+)$")
+    shown = {found[1] for anchor in anchors if (found := of_module.match(anchor))}
+    assert set(importlib.import_module(module).__all__) - shown == set()
