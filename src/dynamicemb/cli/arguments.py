@@ -15,7 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, TypeVar
 
-from dynamicemb.cli.yaml import read_yaml
 from dynamicemb.errors import InvalidArgumentError, check_integer, check_number, wrong_value
 
 OptionsT = TypeVar("OptionsT")
@@ -107,6 +106,8 @@ def build_options(kind: type[OptionsT], given: Mapping[str, Any], file: str | No
 
 
 def _read(file: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    from dynamicemb.cli.yaml import read_yaml  # commands without files do without PyYAML
+
     try:
         text = Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -17,7 +17,6 @@ import torch
 
 from dynamicemb.cli.arguments import Parser, add_options, build_options
 from dynamicemb.cli.training.options import TrainOptions
-from dynamicemb.cli.yaml import write_yaml
 from dynamicemb.errors import UsageError, wrong_value
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     given = vars(parser.parse(arguments))
     options = build_options(TrainOptions, given, given["config"])
     if given["print_config"]:
+        from dynamicemb.cli.yaml import write_yaml
+
         sys.stdout.write(write_yaml(asdict(options)))
         return 0
     if options.nproc == 1:
