@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dynamicemb.errors import check_integer
-from dynamicemb.optimizers import get_optimizer_state_dim
+from dynamicemb.optimizers import get_optimizer_state_dim, has_scalar_state
 from dynamicemb.options import (
     DEFAULT_BUCKET_CAPACITY,
     MAX_BUCKET_CAPACITY,
@@ -82,7 +82,10 @@ def get_constraint_capacity(
 
 
 def get_table_bytes(options: DynamicEmbTableOptions, optimizer_type: object) -> tuple[int, int]:
-    """(bytes of the index, bytes of the rows) of a full table with these options."""
+    """(bytes of the index, bytes of the rows) of a full table with these options in main memory.
+
+    A number of state for a whole row is in the index, which has room for it.
+    """
     assert options.dim is not None
     assert options.max_capacity is not None
     slot = _SLOT_BYTES
@@ -92,6 +95,8 @@ def get_table_bytes(options: DynamicEmbTableOptions, optimizer_type: object) -> 
     if options.admission_counter is not None:
         index += options.admission_counter.capacity * _SLOT_BYTES
     value = _value_bytes(options.embedding_dtype or torch.float32, options.dim, optimizer_type)
+    if has_scalar_state(optimizer_type):
+        value -= _STATE_BYTES
     return index, options.max_capacity * align_to_table_size(value, _ROW_ALIGNMENT)
 
 

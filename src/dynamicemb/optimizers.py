@@ -120,6 +120,7 @@ SUPPORTED_OPTIM_TYPES = tuple(_KIND_OF_TYPE)
 _BIAS_CORRECTED = (OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM)
 _DECOUPLED_BY_ITSELF = (*_BIAS_CORRECTED, OptimizerKind.SMART_DECAY_ADAM)
 _ADAGRADS = (OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+_SCALARS = (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.PARTIAL_ROWWISE_ADAM)
 
 #: Fields of OptimizerArgs that exist for code written for fbgemm; only the default is accepted.
 _NOT_IMPLEMENTED = (
@@ -317,6 +318,12 @@ class Optimizer:
             OptimizerKind.SMART_DECAY_ADAM: 2 * dim + dim % 2 + 2,
         }[self.kind]
 
+    @property
+    def has_scalar_state(self) -> bool:
+        """Whether the last element of a row's state is one for the whole row, which tables in main
+        memory keep beside the score."""
+        return self.kind in _SCALARS
+
     def state_initial_value(self) -> float:
         """Where an accumulator starts: Adagrad's sum and FTRL's ``n``; 0.0 for the other kinds.
 
@@ -404,6 +411,14 @@ def get_optimizer_state_dim(
     if optim_type is EmbOptimType.NONE:
         return 0
     return Optimizer(_kind_of(optim_type), OptimizerArgs()).state_dim(dim)
+
+
+def has_scalar_state(optimizer_type: object) -> bool:
+    """``Optimizer.has_scalar_state`` of an optimizer of this type."""
+    optim_type = to_optim_type(optimizer_type)
+    if optim_type is EmbOptimType.NONE:
+        return False
+    return Optimizer(_kind_of(optim_type), OptimizerArgs()).has_scalar_state
 
 
 def get_optimizer_ckpt_state_dim(

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dynamicemb.optimizers import Optimizer, OptimizerKind
+from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import (
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
@@ -57,6 +57,6 @@ def initializer_numbers(args: DynamicEmbInitializerArgs) -> dict[str, float]:
 
 def state_layout(optimizer: Optimizer, dim: int) -> tuple[int, bool, list[float]]:
     """(columns in the row, whether a scalar goes with it, initial values)."""
-    scalar = optimizer.kind in (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.PARTIAL_ROWWISE_ADAM)
     initial = optimizer.initial_state(dim).tolist()
+    scalar = optimizer.has_scalar_state
     return len(initial) - scalar, scalar, initial
