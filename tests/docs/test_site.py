@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -94,3 +95,14 @@ def test_the_api_has_every_public_name(site: Path, module: str) -> None:
     of_module = re.compile(rf"{re.escape(module)}\.(?:\w+\.)*(\w+)$")
     shown = {found[1] for anchor in anchors if (found := of_module.match(anchor))}
     assert set(importlib.import_module(module).__all__) - shown == set()
+
+
+def test_drawings_are_what_their_program_draws() -> None:
+    spec = importlib.util.spec_from_file_location("drawing", ROOT / "docs" / "drawing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    for name, draw in drawing.DRAWINGS.items():
+        file = ROOT / "docs" / "pictures" / f"{name}.svg"
+        assert file.read_text() == draw().svg(), "python docs/drawing.py"
