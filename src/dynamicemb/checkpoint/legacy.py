@@ -12,7 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,12 @@ from dynamicemb.checkpoint.manifest import (
 from dynamicemb.checkpoint.names import ROLES, escape, file_name, opt_args_name
 from dynamicemb.checkpoint.opt_args import evict_strategy_text, optimizer_from_json
 from dynamicemb.checkpoint.reader import BATCH_BYTES, CheckpointReader, StoredRows
+from dynamicemb.checkpoint.scores import strategy_names
 from dynamicemb.checkpoint.target import naming
 from dynamicemb.errors import CorruptCheckpointError, InvalidArgumentError
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.optimizers import Optimizer
+from dynamicemb.options import ScoreStrategy
 from dynamicemb.routing import Routing
 from dynamicemb.table import Progress, Table
 
@@ -50,17 +52,39 @@ class Chosen:
     table: Table
 
 
+@dataclass(frozen=True)
+class Expected:
+    """A table, with what files of older layouts do not say of it. ``routing``: how its ids are
+    spread now, which says the blocks of "continuous" ones; ``None`` if that is not known."""
+
+    collection: str
+    name: str
+    dim: int
+    dtype: torch.dtype
+    strategy: ScoreStrategy
+    optimizer: Optimizer
+    progress: Progress
+    routing: Routing | None
+
+    @staticmethod
+    def of(chosen: Chosen) -> Expected:
+        """As a table of a model says it."""
+        table = chosen.table
+        return Expected(
+            collection=chosen.collection,
+            name=table.name,
+            dim=table.dim,
+            dtype=table.dtype,
+            strategy=table.options.score_strategy,
+            optimizer=table.optimizer,
+            progress=table.progress(),
+            routing=routing_of(chosen.module, table),
+        )
+
+
 def open_legacy(path: str, chosen: Sequence[Chosen]) -> LegacyReader | None:
     """A reader of what ``path`` has of the chosen tables; ``None`` if that is nothing."""
-    with naming("reading", path):
-        folder = Directory.open(path)
-    reader = None
-    try:
-        with naming("reading", path):
-            reader = _find(folder, chosen)
-    finally:
-        if reader is None:
-            folder.close()
+    reader = open_expected(path, [Expected.of(one) for one in chosen])
     if reader is not None:
         warnings.warn(
             f"the checkpoint in {path!r} is of an older layout, without checksums: damage to its "
@@ -71,7 +95,21 @@ def open_legacy(path: str, chosen: Sequence[Chosen]) -> LegacyReader | None:
     return reader
 
 
-def _find(folder: Directory, chosen: Sequence[Chosen]) -> LegacyReader | None:
+def open_expected(path: str, tables: Sequence[Expected]) -> LegacyReader | None:
+    """A reader of what ``path`` has of the tables; ``None`` if that is nothing."""
+    with naming("reading", path):
+        folder = Directory.open(path)
+    reader = None
+    try:
+        with naming("reading", path):
+            reader = _find(folder, tables)
+    finally:
+        if reader is None:
+            folder.close()
+    return reader
+
+
+def _find(folder: Directory, chosen: Sequence[Expected]) -> LegacyReader | None:
     collections: dict[str, CollectionEntry] = {}
     names: dict[tuple[str, str, int, str], str] = {}
     for one in chosen:
@@ -185,13 +223,27 @@ def _whole_ids(ids: torch.Tensor, routing: Routing | None, rank: int) -> torch.T
     return torch.where(inside, ids + rank * routing.block, ids * routing.world_size + rank)
 
 
+def read_opt_args(folder: Directory, stem: str) -> dict[str, Any]:
+    """The hyper-parameters beside the files of a table; empty if there are none."""
+    name = opt_args_name(stem)
+    if not folder.exists(name):
+        return {}
+    with folder.read(name) as file:
+        try:
+            content = json.loads(file.read_all(_MAX_JSON_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{file.name} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptCheckpointError(f"{file.name} is {content!r}; allowed: an object")
+    return content
+
+
 class _Old:
     """Looks for the files of one table in one folder."""
 
-    def __init__(self, folder: Directory, chosen: Chosen) -> None:
+    def __init__(self, folder: Directory, table: Expected) -> None:
         self._folder = folder
-        self._chosen = chosen
-        self._table = chosen.table
+        self._table = table
         self._files = folder.list()
 
     def entry(self, names: dict[tuple[str, str, int, str], str]) -> TableEntry | None:
@@ -240,19 +292,16 @@ class _Old:
         dtype = torch.float32
         scores = all("scores" in files for files in shards)
         state = self._has_state(sizes, optimizer)
-        progress = Progress(
-            step=_number(content, "step_score", table.step),
-            custom_score=table.custom_score,
-            iteration=_number(content, "iters", table.iteration),
-            next_row_number=table.progress().next_row_number,
-            admission_calls=table.progress().admission_calls,
-            seed=table.seed,
+        progress = replace(
+            table.progress,
+            step=_number(content, "step_score", table.progress.step),
+            iteration=_number(content, "iters", table.progress.iteration),
         )
         entries = []
         for rank, size in enumerate(sizes):
             self._check(rank, size, optimizer, scores, state)
             for role, name in shards[rank].items():
-                names[self._chosen.collection, table.name, rank, role] = name
+                names[table.collection, table.name, rank, role] = name
             counted = "counter_keys" in size and "counter_frequencies" in size
             entries.append(
                 Shard(
@@ -272,7 +321,7 @@ class _Old:
             dim=table.dim,
             dtype=table.dtype,
             value_dtype=dtype,
-            strategy=table.options.score_strategy,
+            strategy=table.strategy,
             scores=scores,
             state=state,
             routing=self._routing(content, len(shards)),
@@ -287,17 +336,8 @@ class _Old:
             return file.size
 
     def _opt_args(self, stem: str) -> dict[str, Any]:
-        name = opt_args_name(stem)
-        if name not in self._files:
-            return {}
-        with self._folder.read(name) as file:
-            try:
-                content = json.loads(file.read_all(_MAX_JSON_BYTES))
-            except (ValueError, RecursionError) as error:
-                raise CorruptCheckpointError(f"{file.name} is no JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise CorruptCheckpointError(f"{file.name} is {content!r}; allowed: an object")
-        expected = evict_strategy_text(self._table.options.score_strategy)
+        content = read_opt_args(self._folder, stem)
+        expected = evict_strategy_text(self._table.strategy)
         found = content.get("evict_strategy", expected)
         if found != expected:
             raise InvalidArgumentError(
@@ -324,7 +364,7 @@ class _Old:
             width += optimizer.state_dim(table.dim)
         expected = {"values": 4 * width * rows}
         if scores:
-            expected["scores"] = 8 * table.score_words * rows
+            expected["scores"] = 8 * len(strategy_names(table.strategy)) * rows
         if "counter_keys" in size:
             expected["counter_frequencies"] = size["counter_keys"]
         for role, count in expected.items():
@@ -342,7 +382,7 @@ class _Old:
         kind = content.get("dist_type", "roundrobin")
         if kind != "continuous":
             return Routing(kind, world_size, 0)
-        present = routing_of(self._chosen.module, self._table)
+        present = self._table.routing
         if present is None or present.world_size != world_size or present.block is None:
             raise InvalidArgumentError(
                 f"table {self._table.name!r} was written with dist_type 'continuous' on "

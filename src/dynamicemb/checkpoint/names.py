@@ -36,6 +36,14 @@ def escape(name: str) -> str:
     return _with_hash(escaped, name)
 
 
+def unescape(stem: str) -> str:
+    """The name that :func:`escape` made ``stem`` of; ``stem`` itself if there is none to be found:
+    other writers do not escape, and a cut name cannot be made whole."""
+    data = re.sub(rb"%([0-9A-F]{2})", lambda found: bytes.fromhex(found[1].decode()), stem.encode())
+    name = data.decode("utf-8", "replace")
+    return name if escape(name) == stem else stem
+
+
 def distinct_stems(names: Iterable[str]) -> dict[str, str]:
     """:func:`escape` of every name; names that a file system without upper and lower case would
     take for one get their hash too."""
