@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -102,6 +104,15 @@ class BlockWriter:
             syncing.result()
 
 
+@dataclass(frozen=True)
+class CheckedBlock:
+    """A block of a file. ``problem``: what is wrong with it, if anything."""
+
+    offset: int
+    size: int
+    problem: str | None
+
+
 class BlockReader:
     """Reads a file, whose length is its entry's, from start to end, and checks every block before
     it is handed out."""
@@ -142,15 +153,32 @@ class BlockReader:
             out, self._rest = out[count:], self._rest[count:]
         return tensor
 
-    def verify(self) -> int:
-        """Read what is left and check it; the number of bytes."""
-        total = 0
+    def seek(self, offset: int) -> None:
+        """Go on from the byte ``offset``."""
+        self._next, inside = divmod(offset, self._block_bytes)
+        self._rest = self._block[:0]
+        if inside:
+            size = self._size_of_next()
+            self._block = np.empty(size, dtype=np.uint8)
+            self._load(self._block)
+            self._rest = self._block[inside:]
+
+    def blocks(self) -> Iterator[CheckedBlock]:
+        """Read what is left, block by block, and say of each whether it is as it was written."""
         while self._next * self._block_bytes < self._entry.bytes:
             size = self._size_of_next()
             if len(self._block) < size:
                 self._block = np.empty(size, dtype=np.uint8)
-            self._load(self._block[:size])
-            total += size
+            offset = self._next * self._block_bytes
+            yield CheckedBlock(offset, size, self._read(self._block[:size]))
+
+    def verify(self) -> int:
+        """Read what is left and check it; the number of bytes."""
+        total = 0
+        for block in self.blocks():
+            if block.problem is not None:
+                raise CorruptCheckpointError(block.problem)
+            total += block.size
         return total
 
     def close(self) -> None:
@@ -163,13 +191,22 @@ class BlockReader:
         return min(self._block_bytes, left)
 
     def _load(self, block: Bytes) -> None:
-        offset = self._next * self._block_bytes
+        problem = self._read(block)
+        if problem is not None:
+            raise CorruptCheckpointError(problem)
+
+    def _read(self, block: Bytes) -> str | None:
+        """Fill ``block`` with the next one; what is wrong with it."""
+        number = self._next
+        offset = number * self._block_bytes
         self._file.read_at(offset, block.data)
-        if self._entry.checksums is not None:
-            found = _checksum(block)
-            if found != self._entry.checksums[self._next]:
-                raise CorruptCheckpointError(
-                    f"{self._file.name} is damaged in the bytes {offset} to {offset + len(block)}: "
-                    f"their checksum is {found:016x}, not {self._entry.checksums[self._next]:016x}"
-                )
         self._next += 1
+        if self._entry.checksums is None:
+            return None
+        found = _checksum(block)
+        if found == self._entry.checksums[number]:
+            return None
+        return (
+            f"{self._file.name} is damaged in the bytes {offset} to {offset + len(block)}: their "
+            f"checksum is {found:016x}, not {self._entry.checksums[number]:016x}"
+        )

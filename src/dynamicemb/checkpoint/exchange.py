@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dynamicemb.checkpoint.exchange_formats import FORMATS, Array, Reader
+from dynamicemb.checkpoint.scores import strategy_names
 from dynamicemb.errors import (
     InvalidArgumentError,
     check_choice,
@@ -29,13 +30,15 @@ from dynamicemb.errors import (
     wrong_value,
 )
 from dynamicemb.nn.discovery import find_collections, tables_of
-from dynamicemb.options import BATCH_SIZE_PER_DUMP
+from dynamicemb.optimizers import Optimizer
+from dynamicemb.options import BATCH_SIZE_PER_DUMP, ScoreStrategy
 from dynamicemb.routing import Routing
 from dynamicemb.table import Rows, Table
 
 #: What a file may hold beside ids.
 NAMES = ("ids", "embeddings", "state", "scores")
-_SUFFIXES = {".safetensors": "safetensors", ".parquet": "parquet", ".npz": "numpy"}
+#: The end of a file's name, and its format.
+SUFFIXES = {".safetensors": "safetensors", ".parquet": "parquet", ".npz": "numpy"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,17 @@ class Imported:
 
 
 @dataclass(frozen=True)
-class _Meta:
+class Meaning:
     """What state and scores of a file mean."""
 
     optimizer: str
     score_strategy: str
+
+    @staticmethod
+    def of(optimizer: Optimizer, strategy: ScoreStrategy) -> Meaning:
+        # Rows hold the words in one order, however the user named the pair.
+        words = sorted(strategy_names(strategy), reverse=True)
+        return Meaning(optimizer.kind.name, " ".join(words))
 
 
 def export_table(
@@ -216,16 +225,13 @@ def _format_of(path: Path, format: str | None) -> str:
     if format is not None:
         check_choice("format", format, FORMATS)
         return format
-    if path.suffix not in _SUFFIXES:
-        raise wrong_value("path", str(path), f"one that ends in {', '.join(_SUFFIXES)}, or format=")
-    return _SUFFIXES[path.suffix]
+    if path.suffix not in SUFFIXES:
+        raise wrong_value("path", str(path), f"one that ends in {', '.join(SUFFIXES)}, or format=")
+    return SUFFIXES[path.suffix]
 
 
-def _meta_of(table: Table) -> _Meta:
-    strategy = table.options.score_strategy
-    words = strategy if isinstance(strategy, tuple) else (strategy,)
-    # Rows hold the words in one order, however the user named the pair.
-    return _Meta(table.optimizer.kind.name, " ".join(sorted((w.name for w in words), reverse=True)))
+def _meta_of(table: Table) -> Meaning:
+    return Meaning.of(table.optimizer, table.options.score_strategy)
 
 
 def _columns(rows: Rows, layout: Mapping[str, Array]) -> dict[str, torch.Tensor]:
@@ -263,7 +269,7 @@ def _wanted(
             )
     wanted = ["ids", "embeddings"]
     here = _meta_of(table)
-    there = _read_meta(reader.meta)
+    there = read_meta(reader.meta)
     for name, use, key in (
         ("state", state, "optimizer"),
         ("scores", scores, "score_strategy"),
@@ -281,7 +287,7 @@ def _wanted(
     return wanted
 
 
-def _read_meta(text: str) -> dict[str, Any]:
+def read_meta(text: str) -> dict[str, Any]:
     """What a file says of itself; nothing if that makes no sense."""
     try:
         meta = json.loads(text) if text else {}

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from dynamicemb.checkpoint.blocks import BlockReader
+from dynamicemb.checkpoint.blocks import BlockReader, CheckedBlock
 from dynamicemb.checkpoint.files import Directory, ReadFile
 from dynamicemb.checkpoint.manifest import (
     FileEntry,
@@ -178,6 +178,12 @@ class CheckpointReader:
         if advance is not None:
             advance(size)
 
+    def check(self, collection: str, name: str, entry: FileEntry) -> Iterator[CheckedBlock]:
+        """Read a file of a collection and say of each block whether it is as it was written. A file
+        that is missing or has another length is a ``CorruptCheckpointError``."""
+        with naming("reading", self.path), self._open(collection, name, entry) as file:
+            yield from BlockReader(file, entry, self.manifest.block_bytes).blocks()
+
     def all_tables(self) -> list[tuple[str, str]]:
         """(collection, name) of every table."""
         return [
@@ -219,6 +225,24 @@ class CheckpointReader:
                     n = min(step, shard.rows - begin)
                     into = sets[number % buffers] if buffers else _Buffers(table, roles, n)
                     yield into.read(readers, n)
+        finally:
+            for reader in readers.values():
+                reader.close()
+
+    def row(self, collection: str, table: TableEntry, shard: Shard, number: int) -> StoredRows:
+        """One row of a shard with its state and scores, as far as they were saved; only the blocks
+        that it is in are read."""
+        roles = ["keys", "values"]
+        roles += ["scores"] if table.scores else []
+        roles += ["opt_values"] if table.state else []
+        readers: dict[str, BlockReader] = {}
+        try:
+            with naming("reading", self.path):
+                for role in roles:
+                    file = self.open_file(collection, table, shard, role)
+                    readers[role] = BlockReader(file, shard.files[role], self.manifest.block_bytes)
+                    readers[role].seek(number * table.row_bytes(role))
+                return _Buffers(table, roles, 1).read(readers, 1)
         finally:
             for reader in readers.values():
                 reader.close()

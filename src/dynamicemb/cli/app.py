@@ -13,6 +13,7 @@ from dynamicemb.errors import DynamicEmbError
 #: Subcommand -> (module with ``main(arguments) -> exit status``, one line of help).
 COMMANDS = {
     "train": ("dynamicemb.cli.train", "train a click model with dynamic tables, and report on it"),
+    "inspect": ("dynamicemb.cli.inspect", "show the tables of a checkpoint, or rows of it"),
 }
 MISTAKE = 2
 

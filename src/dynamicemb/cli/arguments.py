@@ -29,17 +29,20 @@ def option(
     above: float | None = None,
     check: Callable[[str, Any], Any] | None = None,
     many: bool = False,
+    repeated: bool = False,
 ) -> Any:
-    """A field that is an option. ``check(name, value)`` raises if a value is not allowed."""
+    """A field that is an option. ``check(name, value)`` raises if a value is not allowed.
+    ``many``: values may follow each other; ``repeated``: the option may come again for each."""
     metadata = {
         "help": help,
         "choices": choices,
         "minimum": minimum,
         "above": above,
         "check": check,
-        "many": many,
+        "many": many or repeated,
+        "repeated": repeated,
     }
-    if many:
+    if many or repeated:
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -88,7 +91,9 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
         else:
             letter = {int: "N", float: "X", str: "TEXT"}[base]
             settings["metavar"] = "|".join(data["choices"]) if data["choices"] else letter
-            if data["many"]:
+            if data["repeated"]:
+                settings["action"] = "append"
+            elif data["many"]:
                 settings["nargs"] = "+"
         parser.add_argument(flag_of(field.name), **settings)
 

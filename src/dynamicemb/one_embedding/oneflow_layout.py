@@ -57,12 +57,12 @@ class OneFlowTable:
             "PHYSICAL_BLOCK_SIZE": physical_block,
         }
         for name, expected in said.items():
-            found = _number(os.path.join(folder, name))
+            found = read_number(os.path.join(folder, name))
             if found != expected:
                 raise wrong_value(f"{name} of the table at {folder}", found, str(expected))
         block = -(-value_size // physical_block) * physical_block
         file = os.path.join(folder, "NUM_LOGICAL_BLOCKS_PER_CHUNK")
-        blocks_per_chunk = _number(file)
+        blocks_per_chunk = read_number(file)
         if blocks_per_chunk < 1:
             raise CorruptStoreError(None, f"{file} says {blocks_per_chunk}; expected at least 1")
         return OneFlowTable(folder, key_size, value_size, block, block // value_size,
@@ -79,6 +79,14 @@ class OneFlowTable:
                     None, f"LIST of {snapshot} names {index!r}; expected index-<12 digits>"
                 )
             yield from self._chunk(os.path.join(snapshot, index), int(found[1]), limit)
+
+    def count(self, name: str) -> int:
+        """Rows of a snapshot, by the lengths of its index files."""
+        snapshot = os.path.join(self.folder, "snapshots", name)
+        return sum(
+            len(_mapped(os.path.join(snapshot, index), np.dtype("<u8")))
+            for index in _lines(os.path.join(snapshot, "LIST"))
+        )
 
     def _chunk(self, file: str, chunk: int, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         numbers = _mapped(file, np.dtype("<u8"))
@@ -118,7 +126,8 @@ def _mapped(file: str, dtype: np.dtype) -> np.ndarray:
     return np.memmap(file, dtype, mode="r")
 
 
-def _number(file: str) -> int:
+def read_number(file: str) -> int:
+    """The decimal number that a file holds."""
     text = _text(file).strip()
     if not re.fullmatch(r"\d{1,18}", text):
         raise CorruptStoreError(None, f"{file} holds {text[:40]!r}; expected a number")

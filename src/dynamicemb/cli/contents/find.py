@@ -1,0 +1,163 @@
+"""Which layout a path has."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamicemb.checkpoint.chain import is_chain
+from dynamicemb.checkpoint.exchange import NAMES, SUFFIXES
+from dynamicemb.checkpoint.manifest import MANIFEST_NAME, STAGING_PREFIX
+from dynamicemb.checkpoint.older import find_older
+from dynamicemb.cli.arguments import option
+from dynamicemb.cli.contents.base import Content
+from dynamicemb.cli.contents.checkpoints import ChainContent, CheckpointContent
+from dynamicemb.cli.contents.files import FileContent, is_table_file
+from dynamicemb.errors import InvalidArgumentError, wrong_value
+from dynamicemb.options import DynamicEmbScoreStrategy
+
+_RANK = re.compile(r"\d+-\d+")
+_STEP = re.compile(r"step-\d+")
+_STRATEGIES = tuple(one.lower() for one in DynamicEmbScoreStrategy.__members__)
+
+
+def _column(name: str, value: str) -> str:
+    called, _, column = value.partition("=")
+    if called not in NAMES or not column:
+        raise wrong_value(name, value, f"NAME=COLUMN, NAME one of {', '.join(NAMES)}")
+    return value
+
+
+@dataclass
+class ReadOptions:
+    """What a layout does not say by itself."""
+
+    table: list[str] = option(  # noqa: RUF009
+        (), "only this table: NAME or COLLECTION/NAME", repeated=True
+    )
+    rank: int | None = option(
+        None, "of tables that every rank had for itself, only that of rank N", minimum=0
+    )
+    snapshot: str | None = option(None, "of a OneEmbedding folder: the snapshot (default: newest)")
+    dim: int | None = option(
+        None, "of a OneEmbedding folder that does not say it: columns of the embedding", minimum=1
+    )
+    key_type: str | None = option(
+        None, "of OneFlow's keys of 4 bytes", choices=("int32", "uint32", "int64", "uint64")
+    )
+    score_strategy: str | None = option(
+        None, "of upstream's files: what their scores are", choices=_STRATEGIES
+    )
+    num_embeddings: int | None = option(
+        None, "of upstream's files with dist_type continuous: rows over all ranks", minimum=1
+    )
+    column: list[str] = option(  # noqa: RUF009
+        (), "of files of other tools: ids=COLUMN, embeddings=COLUMN", repeated=True, check=_column
+    )
+
+
+def open_content(path: str, options: ReadOptions) -> Content:
+    """The content of a path, with the tables that the options choose. Raises ``DynamicEmbError``,
+    in one line, if there is nothing that can be read."""
+    if not os.path.lexists(path):
+        raise InvalidArgumentError(f"{path} does not exist")
+    content = _open(path, options)
+    try:
+        content.choose(options.table, options.rank)
+        if not content.tables:
+            raise InvalidArgumentError(f"{path} has no table; {'; '.join(content.notes)}")
+    except BaseException:
+        content.close()
+        raise
+    return content
+
+
+def _open(path: str, options: ReadOptions) -> Content:
+    columns = dict(one.split("=", 1) for one in options.column)
+    if not os.path.isdir(path):
+        if is_table_file(Path(path)):
+            return FileContent(path, [Path(path)], columns)
+        raise InvalidArgumentError(
+            f"{path} is a file; allowed: a folder, or a file that ends in {', '.join(SUFFIXES)}"
+        )
+    run = newest_of_run(path)
+    if run is not None:
+        content = _open(run, options)
+        content.notes.insert(0, f"the newest checkpoint of the run: {run}")
+        return content
+    if os.path.lexists(os.path.join(path, MANIFEST_NAME)):
+        checkpoint = CheckpointContent.open(path)
+        if "delta" in checkpoint.reader.manifest.extra:
+            checkpoint.layout = "delta"
+            checkpoint.notes.append("a delta of a chain alone: it has the rows that changed")
+        return checkpoint
+    if is_chain(path):
+        return ChainContent(path)
+    embedding = _one_embedding(path, options)
+    if embedding is not None:
+        return embedding
+    strategy = options.score_strategy
+    older = find_older(
+        path,
+        strategy=None if strategy is None else DynamicEmbScoreStrategy[strategy.upper()],
+        num_embeddings=options.num_embeddings,
+    )
+    if older is not None and older.tables:
+        return CheckpointContent.of_older(path, older)
+    files = sorted(one for one in Path(path).iterdir() if is_table_file(one))
+    if files:
+        return FileContent(path, files, columns)
+    raise InvalidArgumentError(_nothing(path, [] if older is None else older.notes))
+
+
+def _one_embedding(path: str, options: ReadOptions) -> Content | None:
+    names = os.listdir(path)
+    if not any(name in ("rows", "KEY_SIZE") or _RANK.fullmatch(name) for name in names):
+        return None
+    # Imported for such folders alone: it takes as long as torch.
+    from dynamicemb.cli.contents.one_embedding import OneEmbeddingContent, rank_folders
+
+    ranks = rank_folders(path)
+    if ranks is None:
+        return None
+    return OneEmbeddingContent(
+        path, ranks, snapshot=options.snapshot, dim=options.dim, key_type=options.key_type
+    )
+
+
+def _nothing(path: str, notes: Sequence[str]) -> str:
+    if any(name.startswith(STAGING_PREFIX) for name in os.listdir(path)):
+        return f"{path} has a dump that was not finished, and no checkpoint"
+    because = f" ({'; '.join(notes)})" if notes else ""
+    return (
+        f"{path} has nothing that can be read{because}; allowed: a checkpoint, a chain of deltas, "
+        "a folder of a training run, of OneEmbedding or of upstream's dumps, or files that end in "
+        f"{', '.join(SUFFIXES)}"
+    )
+
+
+def checkpoints_of_run(path: str) -> list[str]:
+    """The checkpoints of ``dynamicemb train`` below ``path`` (its ``--out``, the folder of its
+    checkpoints, or one of them), the newest first: folders with ``tables`` in them."""
+    folder = Path(path)
+    if _STEP.fullmatch(folder.name) and (folder / "tables").is_dir():
+        return [path]
+    for place in (folder / "checkpoints", folder):
+        if place.is_dir():
+            found = [
+                one
+                for one in place.iterdir()
+                if _STEP.fullmatch(one.name) and (one / "tables").is_dir()
+            ]
+            if found:
+                return [str(one) for one in sorted(found, reverse=True)]
+    return []
+
+
+def newest_of_run(path: str) -> str | None:
+    """The tables of the newest checkpoint of a run; ``None`` if ``path`` is no run."""
+    found = checkpoints_of_run(path)
+    return os.path.join(found[0], "tables") if found else None
