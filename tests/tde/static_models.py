@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingType
+
+import torchrec_dynamic_embedding as tde
+from dynamicemb.tde.ps import tensors_of
+from dynamicemb.tde.shards import local_shards
+from dynamicemb.tiers.remote.open import open_rows
 
 DIM = 8
 IDS = 1000  # distinct ids of the data
@@ -58,6 +63,8 @@ def build(
     slots: int = 100,
     optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
     sharding: str | None = None,
+    device: str = "cpu",
+    wrapped_by: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Any:
     """The model, sharded; ``.configs`` are its table configs by path."""
     if sharding is None:  # TorchRec has no row-wise bags on a CPU
@@ -65,6 +72,7 @@ def build(
         sharding = rows if kind == "sequence" else tables
     model = Model(kind, slots)
     configs = {"emb1": model.config1, "emb2": model.config2}
+    whole = wrapped_by(model)
     fused = {"optimizer": optimizer, "learning_rate": 0.1}
     sharders = [EmbeddingCollectionSharder(fused), EmbeddingBagCollectionSharder(fused)]
     constraints = {
@@ -73,11 +81,11 @@ def build(
         )
         for name in "abc"
     }
-    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+    topology = Topology(world_size=dist.get_world_size(), compute_device=device)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    plan = planner.collective_plan(whole, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
+        whole, device=torch.device(device), plan=plan, sharders=sharders
     )
     sharded.configs = configs
     return sharded
@@ -118,13 +126,53 @@ def with_spread_ids(batches: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]
     ]
 
 
+def moved(batches: Iterable[tuple[Any, ...]], device: str) -> list[tuple[Any, ...]]:
+    return [tuple(one.to(torch.device(device)) for one in batch) for batch in batches]
+
+
 def train(model: Any, batches: Iterable[Any], world_size: int = 1) -> list[float]:
     """A loss per batch. The gradient of a row does not depend on the other rows of the batch."""
-    losses = []
+    losses: list[torch.Tensor] = []
     for label, kjt1, kjt2 in batches:
         out = model(kjt1, kjt2)
-        target = torch.sin(label + torch.arange(len(out)))
+        target = torch.sin(label + torch.arange(len(out), device=label.device))
         loss = ((out - target) ** 2).sum()
         loss.backward()
-        losses.append(loss.item())
-    return losses
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]  # read at the end: no step waits for a GPU
+
+
+def fill_server(url: str, full: Any) -> None:
+    """Put the rows of a model on full tables at the server, under the ids of ``spread``."""
+    for path, configs in full.configs.items():
+        for config in configs:
+            tensors = tensors_of(path, full.module.get_submodule(path), config.name)
+            for shard in local_shards(tensors)[0]:
+                rows = open_rows(url, f"{path}.{config.name}", shard.row_format)
+                slots = torch.arange(shard.row_begin, shard.row_begin + shard.rows)
+                rows.push(spread(slots), shard.read(slots))
+
+
+def rows_of(model: Any, url: str) -> dict[str, torch.Tensor]:
+    """The weights and states of all ids, from the server, after a save; of tables that this rank
+    has a part of."""
+    tde.save(model)
+    out = {}
+    for path, configs in model.configs.items():
+        for config in configs:
+            tensors = tensors_of(path, model.module.get_submodule(path), config.name)
+            for shard in local_shards(tensors)[0][:1]:
+                rows = open_rows(url, f"{path}.{config.name}", shard.row_format)
+                values = rows.pull(spread(torch.arange(IDS)))[1]
+                out[config.name] = torch.cat(shard.row_format.unpack(values), 1)
+    return out
+
+
+def weights_of(full: Any) -> dict[str, torch.Tensor]:
+    out = {}
+    for path, configs in full.configs.items():
+        for config in configs:
+            tensors = tensors_of(path, full.module.get_submodule(path), config.name)
+            parts = [one.local_shards()[0].tensor.detach().cpu() for one in tensors]
+            out[config.name] = torch.cat([part.reshape(IDS, -1) for part in parts], 1)
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from dynamicemb.errors import DynamicEmbError, StoreError
 from dynamicemb.tde import write_back
+from dynamicemb.tde.ps import tensors_of
 from dynamicemb.tiers.remote.memory import MemoryRows
 from torchrec_dynamic_embedding.ps import PS, PSCollection
 
@@ -185,3 +187,21 @@ def test_collection(memory: str) -> None:
 def test_refused(memory: str, tensors: list[torch.Tensor], ids: torch.Tensor) -> None:
     with pytest.raises(DynamicEmbError, match="allowed"):
         PS("t", tensors, memory).evict(ids)
+
+
+def test_every_state_with_a_row_per_slot_travels() -> None:
+    """As TorchRec names them: Adam's second state is not called momentum2."""
+    weight = filled(5, 4)
+    states = {
+        "t.momentum1": filled(5, 4) + 1,
+        "t.exp_avg_sq": filled(5, 4) + 2,
+        "t.row_counter": filled(5),
+        "t.iter": torch.zeros(1),
+    }
+    key = "embeddings.t.weight"
+    optimizer = SimpleNamespace(state_dict=lambda: {"state": {key: states}})
+    module = SimpleNamespace(state_dict=lambda: {key: weight}, fused_optimizer=optimizer)
+    found = tensors_of("emb", module, "t")
+    assert len(found) == 4
+    assert found[0] is weight
+    assert found[2] is states["t.exp_avg_sq"]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from static_models import IDS, build, data, train, with_spread_ids
-from test_wrap import fill_server, rows_of
+from static_models import IDS, build, data, fill_server, rows_of, train, with_spread_ids
 
 import torchrec_dynamic_embedding as tde
 from dynamicemb.errors import DynamicEmbError

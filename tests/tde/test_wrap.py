@@ -9,55 +9,27 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from static_models import IDS, build, data, spread, train, with_spread_ids
+from static_models import (
+    IDS,
+    build,
+    data,
+    fill_server,
+    rows_of,
+    spread,
+    train,
+    weights_of,
+    with_spread_ids,
+)
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingType
 
 import torchrec_dynamic_embedding as tde
 from dynamicemb.errors import DynamicEmbError, StoreError, UsageError
 from dynamicemb.tde.ps import tensors_of
-from dynamicemb.tde.shards import local_shards
-from dynamicemb.tiers.remote.open import open_rows
 from torchrec_dynamic_embedding.dataloader import DataLoader
 from torchrec_dynamic_embedding.id_transformer_collection import IDTransformerCollection
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def fill_server(url: str, full: Any) -> None:
-    """Put the rows of a model on full tables at the server, under the ids of ``spread``."""
-    for path, configs in full.configs.items():
-        for config in configs:
-            tensors = tensors_of(path, full.module.get_submodule(path), config.name)
-            for shard in local_shards(tensors)[0]:
-                rows = open_rows(url, f"{path}.{config.name}", shard.row_format)
-                slots = torch.arange(shard.row_begin, shard.row_begin + shard.rows)
-                rows.push(spread(slots), shard.read(slots))
-
-
-def rows_of(model: Any, url: str) -> dict[str, torch.Tensor]:
-    """The weights and states of all ids, from the server, after a save; of tables that this rank
-    has a part of."""
-    tde.save(model)
-    out = {}
-    for path, configs in model.configs.items():
-        for config in configs:
-            tensors = tensors_of(path, model.module.get_submodule(path), config.name)
-            for shard in local_shards(tensors)[0][:1]:
-                rows = open_rows(url, f"{path}.{config.name}", shard.row_format)
-                values = rows.pull(spread(torch.arange(IDS)))[1]
-                out[config.name] = torch.cat(shard.row_format.unpack(values), 1)
-    return out
-
-
-def weights_of(full: Any) -> dict[str, torch.Tensor]:
-    out = {}
-    for path, configs in full.configs.items():
-        for config in configs:
-            tensors = tensors_of(path, full.module.get_submodule(path), config.name)
-            parts = [one.local_shards()[0].tensor.detach() for one in tensors]
-            out[config.name] = torch.cat([part.reshape(IDS, -1) for part in parts], 1)
-    return out
 
 
 @pytest.mark.parametrize("num_prefetch", [0, 1, 4])
@@ -91,12 +63,15 @@ def test_a_tenth_of_the_rows_trains_as_all_of_them(
         assert any(len(one.map) > 80 for one in group._tables.values())
 
 
+@pytest.mark.parametrize(
+    "optimizer", [EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD]
+)
 @pytest.mark.parametrize("sharding", [ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE])
-def test_other_shardings(memory: str, sharding: ShardingType) -> None:
+def test_other_shardings(memory: str, sharding: ShardingType, optimizer: EmbOptimType) -> None:
     runs = []
     for slots in (IDS, 100):
         torch.manual_seed(3)
-        model = build("bags", slots, EmbOptimType.EXACT_ADAGRAD, sharding.value)
+        model = build("bags", slots, optimizer, sharding.value)
         for one in (config for configs in model.configs.values() for config in configs):
             one.weight_init_min = one.weight_init_max = 0.5
             one.init_fn = None

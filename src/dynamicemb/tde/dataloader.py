@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -14,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dynamicemb.errors import UsageError, check_integer, wrong_type, wrong_value
 from dynamicemb.tde.id_transformer_group import IDTransformerGroup
 from dynamicemb.tde.ps import FetchHandle
+from dynamicemb.tde.streams import Moment
 
 _GROUP = "_id_transformer_group"
 
@@ -54,7 +56,9 @@ def wrap(
         num_prefetch: batches that are made ready, in another thread, while one is trained. 0: none;
             a batch is made ready when it is asked for.
         in_flight: batches before the last one handed out that may still be in training, for
-            pipelines that ask for batches ahead (TrainPipelineSparseDist: 2).
+            pipelines that ask for batches ahead: 1 for TorchRec's TrainPipelineBase, 2 for
+            TrainPipelineSparseDist, 3 for PrefetchTrainPipelineSparseDist. UsageError where one of
+            the latter two has too few.
 
     A table must hold the distinct ids of num_prefetch + in_flight + 1 batches (of all ranks).
     """
@@ -124,7 +128,11 @@ class DataLoader:
         self._group.release()
         self._group.set_hold(self._num_prefetch + self._in_flight)
         self._iterator = DataLoaderIter(
-            self._group, iter(self._dataloader), self._data_info, self._num_prefetch
+            self._group,
+            iter(self._dataloader),
+            self._data_info,
+            self._num_prefetch,
+            self._in_flight,
         )
         return self._iterator
 
@@ -146,11 +154,14 @@ class _Work:
         self._batch: Any = None  # one that was taken and could not be made ready
         self._changed = threading.Condition()
         self._allowed = self._begun = 0
+        self._trained = group.moment()  # the steps that slots may be taken from
         self._closing = False
 
     def allow(self, batches: int = 1) -> None:
-        """Let the thread make so many more batches ready."""
+        """Let the thread make so many more batches ready, after what the caller's streams do."""
+        trained = self.group.moment()
         with self._changed:
+            self._trained = trained
             self._allowed += batches
             self._changed.notify()
 
@@ -169,6 +180,8 @@ class _Work:
                 if self._begun == self._allowed:
                     return
                 self._begun += 1
+                trained = self._trained
+            trained.wait()
             item = self.next()
             self.ready.put(item)
             if item.end:
@@ -195,7 +208,7 @@ class _Work:
             out = list(batch)
             for position, path in places.items():
                 out[position] = done[path]
-            return _Item(tuple(out), handles)
+            return _Item(tuple(out), handles, made=self.group.moment())
         except BaseException as error:
             if not told:
                 self.group.exchange.fail(self.group.parts)
@@ -228,10 +241,24 @@ class _Item:
         batch: tuple[Any, ...] | None = None,
         handles: list[FetchHandle] | None = None,
         *,
+        made: Moment | None = None,
         end: bool = False,
         error: BaseException | None = None,
     ) -> None:
         self.batch, self.handles, self.end, self.error = batch, handles or [], end, error
+        self._made = made
+
+    def hand_over(self) -> tuple[Any, ...]:
+        """The batch, for what the caller's streams do from now on."""
+        assert self.batch is not None
+        for handle in self.handles:
+            handle.wait()
+        if self._made is not None:
+            self._made.wait()
+        for one in self.batch:
+            if isinstance(one, KeyedJaggedTensor) and one.values().is_cuda:
+                one.record_stream(torch.cuda.current_stream(one.values().device))
+        return self.batch
 
 
 class DataLoaderIter:
@@ -247,8 +274,10 @@ class DataLoaderIter:
         batches: Iterator[Any],
         data_info: dict[int, str] | None,
         num_prefetch: int,
+        in_flight: int = 0,
     ) -> None:
         self._work = _Work(group, batches, data_info)
+        self._in_flight = in_flight
         self._head: _Item | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -265,6 +294,7 @@ class DataLoaderIter:
     def __next__(self) -> tuple[Any, ...]:
         if self._closed:
             raise StopIteration
+        self._work.group.check_in_flight(self._in_flight)
         if self._head is None:
             if self._thread is None:
                 self._head = self._work.next()
@@ -277,11 +307,9 @@ class DataLoaderIter:
         if item.error is not None:
             self._head = None
             raise item.error
-        for handle in item.handles:
-            handle.wait()
+        batch = item.hand_over()
         self._head = None
-        assert item.batch is not None
-        return item.batch
+        return batch
 
     def close(self) -> None:
         """End the iteration; batches that were made ready are dropped."""

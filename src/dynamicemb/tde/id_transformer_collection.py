@@ -158,6 +158,12 @@ class IDTransformerCollection:
             )
 
     @property
+    def devices(self) -> set[torch.device]:
+        """Those that rows are on."""
+        servers = (table.ps for table in self._tables.values())
+        return {device for ps in servers if ps is not None for device in ps.devices}
+
+    @property
     def parts(self) -> int:
         """Tensors of :meth:`collect`."""
         return len(self._tables)

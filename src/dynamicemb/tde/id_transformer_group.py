@@ -11,10 +11,11 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.errors import check_bool, wrong_type, wrong_value
+from dynamicemb.errors import UsageError, check_bool, wrong_type, wrong_value
 from dynamicemb.tde.distributed import Exchange
 from dynamicemb.tde.id_transformer_collection import IDTransformerCollection
 from dynamicemb.tde.ps import FetchHandle, PSCollection
+from dynamicemb.tde.streams import Moment, on_these_streams
 from dynamicemb.tde.utils import _get_sharded_modules_recursive
 
 
@@ -56,6 +57,7 @@ class IDTransformerGroup:
         self.exchange = Exchange()
         seed = self._agreed_seed()
         self._collections: dict[str, IDTransformerCollection] = {}
+        self._modules = {path: sharded[path][0] for path in configs_dict}
         for path, configs in configs_dict.items():
             collection, params_plan = sharded[path]
             names = [config.name for config in configs]
@@ -96,6 +98,10 @@ class IDTransformerGroup:
     def __getitem__(self, path: str) -> IDTransformerCollection:
         return self._collections[path]
 
+    def moment(self) -> Moment:
+        """What this thread has given the GPUs that hold the rows to do so far."""
+        return Moment(device for one in self._collections.values() for device in one.devices)
+
     @property
     def parts(self) -> int:
         return sum(one.parts for one in self._collections.values())
@@ -135,9 +141,22 @@ class IDTransformerGroup:
         if self._threads is None or len(work) < 2:
             results = [do() for _, do in work]
         else:
-            results = [f.result() for f in [self._threads.submit(do) for _, do in work]]
+            here = [on_these_streams(do, self._collections[path].devices) for path, do in work]
+            results = [f.result() for f in [self._threads.submit(do) for do in here]]
         out = {path: kjt for (path, _), (kjt, _) in zip(work, results, strict=True)}
         return out, [handle for _, handles in results for handle in handles]
+
+    def check_in_flight(self, in_flight: int) -> None:
+        """UsageError if a train pipeline of TorchRec runs the model that asks for more than
+        ``in_flight`` batches before one is trained: their slots would be given away."""
+        for path, module in self._modules.items():
+            ahead = _batches_ahead(module)
+            if in_flight < ahead:
+                raise UsageError(
+                    f"{path!r} runs in a train pipeline that asks for {ahead} batches before one "
+                    f"is trained, and in_flight is {in_flight}; allowed: {ahead} or more, as in "
+                    f"tde.wrap(..., in_flight={ahead})"
+                )
 
     def set_hold(self, batches: int) -> None:
         """See :meth:`IDTransformerCollection.set_hold`."""
@@ -164,3 +183,11 @@ def _bind(
     collection: IDTransformerCollection, kjt: KeyedJaggedTensor, everyone: list[list[torch.Tensor]]
 ) -> Callable[[], Any]:
     return lambda: collection.apply(kjt, everyone)
+
+
+def _batches_ahead(module: nn.Module) -> int:
+    """How many batches the pipeline asks for ahead that took over the module's forward; 0: none."""
+    kind = type(module.__dict__.get("forward"))
+    if not kind.__module__.startswith("torchrec.distributed.train_pipeline"):
+        return 0
+    return 3 if "Prefetch" in kind.__name__ else 2

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dynamicemb.errors import UsageError, check_integer, wrong_type, wrong_value
 from dynamicemb.tde.shards import LocalShard, local_shards
+from dynamicemb.tde.streams import Moment
 from dynamicemb.tde.write_back import WriteBack
 from dynamicemb.tiers.remote.open import open_rows
 from dynamicemb.tiers.remote.rows import RemoteRows
@@ -29,11 +30,11 @@ class FetchHandle:
     """A fetch that was begun; :meth:`wait` returns when its rows are in the table. If the server
     failed, it raises, and calling it again tries again."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Moment]) -> None:
         self._work = work
         self._lock = threading.Lock()
-        self._future: Future[Any] | None = None
-        self._event: Any = None
+        self._future: Future[Moment] | None = None
+        self._written: Moment | None = None
         self.done = False
 
     def start(self) -> None:
@@ -43,10 +44,10 @@ class FetchHandle:
         with self._lock:
             if not self.done:
                 future, self._future = self._future, None
-                self._event = self._work() if future is None else future.result()
+                self._written = self._work() if future is None else future.result()
                 self.done = True
-        if self._event is not None:  # what this thread's stream does comes after the rows
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        if self._written is not None:
+            self._written.wait()
 
 
 class _ShardServer:
@@ -88,7 +89,10 @@ class PS:
         self._writes = not copies or dist.get_rank() == 0
         self._servers = [_ShardServer(table_name, one, url, chunk_size) for one in shards]
         self._dim = int(tensors[0].shape[1])
+        #: The devices that the rows are on.
+        self.devices = [one.shard.tensors[0].device for one in self._servers]
         self._lock = threading.Lock()
+        self._written = Moment(())  # rows that were fetched last
         self._unfinished: dict[FetchHandle, torch.Tensor] = {}  # to the ids it is about
 
     def evict(self, ids: torch.Tensor) -> None:
@@ -106,6 +110,9 @@ class PS:
             ids = ids[~torch.isin(ids[:, 0], torch.cat(pending))]
         if not self._writes:
             return
+        with self._lock:
+            written = self._written
+        written.wait()
         for server in self._servers:
             mine = ids[server.shard.here(ids[:, 1])]
             for part in mine.split(server.chunk):
@@ -149,17 +156,18 @@ class PS:
         stay as they are)."""
         ids = _pairs(ids).clone()
 
-        def work() -> Any:
+        before = Moment(self.devices)
+
+        def work() -> Moment:
+            before.wait()
             for server in self._servers:
                 mine = ids[server.shard.here(ids[:, 1])]
                 if len(mine):
                     self._fetch(server, mine, new_rows)
             with self._lock:
                 self._unfinished.pop(handle, None)
-            devices = [server.shard.tensors[0].device for server in self._servers]
-            if devices and devices[0].type == "cuda":
-                return torch.cuda.current_stream(devices[0]).record_event()
-            return None
+                self._written = Moment(self.devices)
+                return self._written
 
         handle = FetchHandle(work)
         with self._lock:
@@ -276,5 +284,6 @@ def tensors_of(path: str, sharded_module: Any, table: str) -> list[Any]:
     states: Mapping[str, Any] = {}
     if getattr(sharded_module, "fused_optimizer", None) is not None:
         states = sharded_module.fused_optimizer.state_dict()["state"].get(key, {})
-    names = (f"{table}.momentum1", f"{table}.momentum2")
-    return [state[key], *(states[name] for name in names if name in states)]
+    # Names differ (momentum1, exp_avg_sq, row_counter); what is not per row (iter) does not travel.
+    rows = state[key].size(0)
+    return [state[key], *(one for one in states.values() if one.size().numel() >= rows)]

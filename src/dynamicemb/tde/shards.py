@@ -112,16 +112,15 @@ def _shards_of(index: int, tensor: Any) -> list[Any]:
 
 def _join(shards: list[Any], columns: int) -> LocalShard:
     weight = shards[0].metadata
+    begin, rows = weight.shard_offsets[0], weight.shard_sizes[0]
     for state in shards[1:]:
-        begin, size = state.metadata.shard_offsets[0], state.metadata.shard_sizes[0]
-        rows = state.tensor.shape[0]
-        if rows != weight.shard_sizes[0] or (begin, size) != (
-            weight.shard_offsets[0],
-            weight.shard_sizes[0],
-        ):
+        offsets = state.metadata.shard_offsets
+        # The columns' shards of a state with a number per row have offsets of their own.
+        same = len(offsets) == 1 or offsets[0] == begin
+        if state.tensor.shape[0] != rows or not same:
             raise UsageError(
-                f"a state has rows {begin} to {begin + size} where the weight has "
-                f"{weight.shard_offsets[0]} to {weight.shard_offsets[0] + weight.shard_sizes[0]}"
+                f"a state has {state.tensor.shape[0]} rows from {offsets[0]} on where the weight "
+                f"has {rows} from {begin} on"
             )
     return LocalShard(
         int(weight.shard_offsets[0]),
