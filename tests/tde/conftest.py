@@ -12,6 +12,8 @@ pytest.importorskip("torchrec")
 import torch
 import torch.distributed as dist
 
+from fbgemm_on_cuda import on_one_gpu  # noqa: F401  a fixture
+
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:

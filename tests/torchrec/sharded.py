@@ -197,6 +197,7 @@ def dynamic_model(
     options: Mapping[str, DynamicEmbTableOptions] | None = None,
     static: Sequence[str] = (),
     pg: dist.ProcessGroup | None = None,
+    device: torch.device = CPU,
 ) -> DistributedModelParallel:
     """Dynamic tables, but for those in ``static``."""
     tables = collection_configs(net)
@@ -211,7 +212,7 @@ def dynamic_model(
     }
     planner = DynamicEmbeddingShardingPlanner(
         tables,
-        topology=Topology(world_size=world_size, compute_device="cpu"),
+        topology=Topology(world_size=world_size, compute_device=device.type),
         constraints=constraints,
         debug=False,
     )
@@ -222,7 +223,7 @@ def dynamic_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = planner.collective_plan(net, sharders, pg)
-    model = DistributedModelParallel(net, device=CPU, plan=plan, sharders=sharders)
+    model = DistributedModelParallel(net, device=device, plan=plan, sharders=sharders)
     model.sharders = sharders
     return model
 
