@@ -132,7 +132,7 @@ def test_metrics_are_served_on_the_loopback_address(tmp_path: Path) -> None:
     assert '# TYPE dynamicemb_window_auc gauge\ndynamicemb_window_auc{model="dynamic"} 0.' in text
     assert 'dynamicemb_table_inserts_total{table="item"} ' in text
     assert 'dynamicemb_table_load{table="user"} ' in text
-    assert not [one for one in threading.enumerate() if one.name == "dynamicemb-metrics"]
+    assert not [one for one in threading.enumerate() if one.name == "dynamicemb-http"]
 
 
 def test_a_port_that_is_taken_is_an_error(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynamicemb.cli.arguments import Parser, add_options, build_options
+from dynamicemb.cli.signals import interrupts
 from dynamicemb.cli.training.options import TrainOptions
 from dynamicemb.errors import UsageError, wrong_value
 
@@ -83,7 +82,7 @@ def _train(ranks: Ranks | None, options: TrainOptions) -> int:
     live = first and console.is_terminal and not options.plain
     screen = LiveScreen(console) if live else PlainScreen(console)
     with ExitStack() as stack:
-        interrupted = stack.enter_context(_interrupts())
+        interrupted = stack.enter_context(interrupts())
         if options.metrics_port is not None and first:
             address = stack.enter_context(serve_metrics(run, options.metrics_port))
             console.print(f"metrics: {address}", markup=False, soft_wrap=True)
@@ -127,25 +126,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise wrong_value("--device", name, "cpu; there is no such GPU")
     return device
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[float]]:
-    """A list that is not empty any more after Ctrl-C or SIGTERM; another one, a second later, ends
-    at once. Processes of a group may get the same signal twice."""
-    seen: list[float] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, _: object) -> None:
-        seen.append(time.monotonic())
-        if seen[-1] - seen[0] > 1.0:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
