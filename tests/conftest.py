@@ -7,7 +7,9 @@ DYNAMICEMB_TEST_BACKEND chooses what the tests of tables and modules run on: `cp
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,3 +84,13 @@ def _seeded() -> Iterator[None]:
     torch.manual_seed(20240607)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: hundreds of small dumps wait for no disk there."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)

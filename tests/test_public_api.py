@@ -376,7 +376,13 @@ def test_torchrec_dynamic_embedding() -> None:
 
 
 def test_serving() -> None:
-    assert set(serving.__all__) == {"PublishedTable", "ServingTable", "build_serving_index"}
+    assert set(serving.__all__) == {
+        "HttpTable",
+        "PublishedTable",
+        "ServingTable",
+        "build_serving_index",
+    }
+    assert defaults(serving.HttpTable) == {"url": "", "name": "", "timeout": "30.0"}
     assert defaults(serving.PublishedTable) == {
         "url": "",
         "name": "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,15 @@ def read_chain(path: str) -> list[ChainLink]:
     missing, doubled, moved or of another chain. A delta that was never committed, at the end of the
     chain, does not count.
     """
+    links, problem = read_sound_chain(path)
+    if problem is not None:
+        raise problem
+    return links
+
+
+def read_sound_chain(path: str) -> tuple[list[ChainLink], CorruptCheckpointError | None]:
+    """The base and the deltas up to the first that does not belong there, and what is wrong with
+    that one. Raises ``CheckpointError`` if there is no base."""
     with naming("reading the chain in", path), Directory.open(path) as folder:
         base = _manifest(folder, BASE)
         if base is None:
@@ -68,21 +77,30 @@ def read_chain(path: str) -> list[ChainLink]:
         if "delta" in base.extra:
             raise CorruptCheckpointError(f"{links[0].path} is a delta; allowed: a checkpoint")
         for name in folder.list():
-            matched = _DELTA.fullmatch(name)
-            if matched is None:
-                continue
-            manifest = _manifest(folder, name)
-            if manifest is None:  # being written, or given up
-                continue
-            expected = links[-1].sequence + 1
-            if int(matched[1]) != expected:
-                raise CorruptCheckpointError(
-                    f"{path!r} has {name} and no {delta_name(expected)} before it"
-                )
-            where = os.path.join(path, name)
-            _check_place(where, manifest, base.id, links[-1])
-            links.append(ChainLink(expected, manifest.id, where, manifest))
-    return links
+            try:
+                link = _next_link(folder, name, links)
+            except CorruptCheckpointError as problem:
+                return links, problem
+            if link is not None:
+                links.append(link)
+    return links, None
+
+
+def _next_link(folder: Directory, name: str, links: Sequence[ChainLink]) -> ChainLink | None:
+    """The entry ``name`` of a chain's folder as the next of ``links``; ``None`` if it is no delta,
+    or one that is being written or was given up."""
+    matched = _DELTA.fullmatch(name)
+    manifest = None if matched is None else _manifest(folder, name)
+    if matched is None or manifest is None:
+        return None
+    expected = links[-1].sequence + 1
+    if int(matched[1]) != expected:
+        raise CorruptCheckpointError(
+            f"{folder.name!r} has {name} and no {delta_name(expected)} before it"
+        )
+    where = os.path.join(folder.name, name)
+    _check_place(where, manifest, links[0].id, links[-1])
+    return ChainLink(expected, manifest.id, where, manifest)
 
 
 def _manifest(folder: Directory, name: str) -> Manifest | None:

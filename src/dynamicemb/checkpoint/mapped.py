@@ -125,6 +125,9 @@ class Layer:
         if settings["verify"]:
             reader.verify([(collection, name)])
         self._kept: list[Any] = []  # what must live as long as the addresses
+        #: Address and number of the ids that have rows, and of those that were removed, by shard.
+        self.ids: list[tuple[int, int]] = []
+        self.removed: list[tuple[int, int]] = []
         self._preload = settings["preload"]
         routing = self.entry.routing
         with naming("opening", reader.path):
@@ -147,6 +150,9 @@ class Layer:
                     roles[role] = _Mapped(file, preload=self._preload)
         removed = roles[REMOVED].size // 8 if REMOVED in roles else 0
         self._kept.extend(roles.values())
+        self.ids.append((roles["keys"].address, shard.rows))
+        if removed:
+            self.removed.append((roles[REMOVED].address, removed))
         return _engine.MappedShard(
             ids=roles["keys"].address,
             rows=shard.rows,

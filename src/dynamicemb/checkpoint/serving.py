@@ -24,6 +24,8 @@ from dynamicemb.errors import (
 )
 from dynamicemb.table.engine import threads
 
+COUNTED_AT_ONCE = 2**14
+
 
 class ServingTable:
     """The rows of one table of a checkpoint, for lookups only.
@@ -79,6 +81,7 @@ class ServingTable:
                 )
             self._collection, self._name = _find_table(reader, table_name, collection)
             layer = Layer(reader, self._collection, self._name, self._settings)
+        self._counted = (1, sum(n for _, n in layer.ids))  # layers, their rows
         self._set_layers((layer,), sequence=0)
         self._base_id = layer.checkpoint
         if links is not None:
@@ -87,15 +90,23 @@ class ServingTable:
     def _set_layers(self, layers: tuple[Layer, ...], sequence: int) -> None:
         """Lookups that run meanwhile finish with the layers they began with."""
         entry = self._entry = layers[0].entry
-        mapped = _engine.MappedTable(
-            row_bytes=entry.dim * entry.value_dtype.itemsize,
-            layers=[one.mapped for one in reversed(layers)],
-        )
-        self._found_in = (mapped, layers)
+        self._found_in = (self._mapped(layers), layers)
         self._checkpoint_id = layers[-1].checkpoint
         self._sequence = sequence
         fill = self._settings["missing"]
         self._missing = torch.full((entry.dim,), fill, dtype=entry.value_dtype)
+
+    def _mapped(self, layers: Sequence[Layer]) -> _engine.MappedTable:
+        return _engine.MappedTable(
+            row_bytes=self._entry.dim * self._entry.value_dtype.itemsize,
+            layers=[one.mapped for one in reversed(layers)],
+        )
+
+    def _layers(self) -> tuple[Layer, ...]:
+        layers = self._found_in[1]
+        if not layers:
+            raise UsageError(f"serving table {self._name!r} is closed")
+        return layers
 
     # ---- what it is ----
 
@@ -124,6 +135,38 @@ class ServingTable:
         """How many deltas were applied."""
         return self._sequence
 
+    @property
+    def collection(self) -> str:
+        """The path of the collection that the table is of."""
+        return self._collection
+
+    def __len__(self) -> int:
+        """Rows. The first call after a delta looks up the ids that are in it."""
+        layers = self._layers()
+        number, rows = self._counted
+        for at in range(number, len(layers)):
+            rows += self._added(layers[:at], layers[at])
+        self._counted = (len(layers), rows)
+        return rows
+
+    def _added(self, before: tuple[Layer, ...], delta: Layer) -> int:
+        """Rows more, or fewer, through a delta."""
+        mapped = self._mapped(before)
+        found = torch.empty(COUNTED_AT_ONCE, dtype=torch.bool)
+        rows = torch.empty(COUNTED_AT_ONCE, self.dim, dtype=self._entry.value_dtype)
+
+        def known(address: int, n: int) -> int:
+            count = 0
+            for begin in range(0, n, COUNTED_AT_ONCE):
+                some = min(n - begin, COUNTED_AT_ONCE)
+                self._find(mapped, address + 8 * begin, some, found, rows)
+                count += int(found[:some].sum())
+            return count
+
+        return sum(n - known(address, n) for address, n in delta.ids) - sum(
+            known(address, n) for address, n in delta.removed
+        )
+
     def __repr__(self) -> str:
         return (
             f"ServingTable({self._path!r}, {self.name!r}, dim={self.dim}, sequence={self.sequence})"
@@ -145,15 +188,19 @@ class ServingTable:
             raise UsageError(f"serving table {self._name!r} is closed")
         found = torch.empty(ids.shape, dtype=torch.bool)
         rows = torch.empty((*ids.shape, self.dim), dtype=self._entry.value_dtype)
-        mapped.find(
-            flat.data_ptr(),
-            flat.numel(),
-            threads(),
-            self._missing.data_ptr(),
-            found.data_ptr(),
-            rows.data_ptr(),
-        )
+        self._find(mapped, flat.data_ptr(), flat.numel(), found, rows)
         return found, rows.to(self.dtype)
+
+    def _find(
+        self,
+        mapped: _engine.MappedTable,
+        ids: int,
+        n: int,
+        found: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        missing = self._missing.data_ptr()
+        mapped.find(ids, n, threads(), missing, found.data_ptr(), rows.data_ptr())
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [..., dim] of ids of any shape; ids without a row read ``missing``."""
@@ -170,6 +217,14 @@ class ServingTable:
         """
         return self._apply(read_chain(checked_path(path)))
 
+    def advanced(self, links: Sequence[ChainLink]) -> ServingTable:
+        """A table that stands at the end of the chain ``links`` and shares the files of this one,
+        which stays as it is. Raises as :meth:`apply_delta` does."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._apply(links)
+        return other
+
     def _apply(self, links: Sequence[ChainLink]) -> int:
         if links[0].id != self._base_id:
             raise CheckpointError(
@@ -181,8 +236,7 @@ class ServingTable:
                 f"the chain has no delta {self._sequence} of id {self.checkpoint_id}, the last "
                 f"that serving table {self._name!r} applied"
             )
-        if not self._found_in[1]:
-            raise UsageError(f"serving table {self._name!r} is closed")
+        before = self._layers()
         fresh = []
         for link in links[self._sequence + 1 :]:
             with CheckpointReader.open(link.path) as reader:
@@ -194,7 +248,7 @@ class ServingTable:
                 raise CorruptCheckpointError(f"{link.path} has rows of another width or type")
             fresh.append(layer)
         if fresh:
-            self._set_layers((*self._found_in[1], *fresh), self._sequence + len(fresh))
+            self._set_layers((*before, *fresh), self._sequence + len(fresh))
         return len(fresh)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from dynamicemb.errors import DynamicEmbError
 COMMANDS = {
     "train": ("dynamicemb.cli.train", "train a click model with dynamic tables, and report on it"),
     "inspect": ("dynamicemb.cli.inspect", "show the tables of a checkpoint, or rows of it"),
+    "serve": ("dynamicemb.cli.serve", "answer lookups in a checkpoint over HTTP, and follow it"),
 }
 MISTAKE = 2
 
@@ -26,7 +27,8 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    time = "%(asctime)s " if given[:1] == ["serve"] else ""  # it runs for days
+    logging.basicConfig(level=logging.WARNING, format=f"{time}%(levelname)s: %(message)s")
     if not given or given[0] in ("-h", "--help"):
         sys.stdout.write(usage() + "\n")
         return 0 if given else MISTAKE

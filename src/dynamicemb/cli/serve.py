@@ -1,0 +1,93 @@
+"""``dynamicemb serve CHECKPOINT``: lookups over HTTP, from the newest state there is."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dynamicemb.cli.arguments import Parser, add_options, build_options
+from dynamicemb.cli.http import HttpServer, serving
+from dynamicemb.cli.serving.follow import Follower
+from dynamicemb.cli.serving.options import ServeOptions
+from dynamicemb.cli.serving.service import Service
+from dynamicemb.cli.signals import interrupts
+from dynamicemb.errors import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
+    parser = Parser(
+        prog="dynamicemb serve",
+        description="Answer lookups in the tables of a checkpoint over HTTP, in JSON or bytes. "
+        "CHECKPOINT is a folder of DynamicEmbDump or dump_delta, or one with such folders in it, "
+        "like that of a training run: the newest is served. Deltas and new checkpoints are taken "
+        "as they appear. Ctrl-C or SIGTERM ends it after the requests that were begun.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder")
+    add_options(parser, ServeOptions)
+    given = vars(parser.parse(arguments))
+    path = Path(given["checkpoint"])
+    options = build_options(ServeOptions, given, None)
+    if options.wait and options.poll_seconds == 0:
+        raise UsageError("--wait needs a look now and then; allowed: --poll-seconds above 0")
+    if not options.wait and not path.is_dir():
+        raise CheckpointError(f"CHECKPOINT is {str(path)!r}; allowed: a folder that exists")
+    torch.set_num_threads(options.threads)
+    library = logging.getLogger("dynamicemb")
+    level = library.level
+    library.setLevel(logging.INFO)
+    try:
+        return _serve(path, options)
+    finally:
+        library.setLevel(level)
+
+
+def _serve(path: Path, options: ServeOptions) -> int:
+    settings = {
+        "verify": options.verify,
+        "preload": options.preload,
+        "missing": options.missing,
+        "rank": options.rank,
+    }
+    follower = Follower(path, options.poll_seconds, settings)
+    service = Service(follower, max_ids=options.max_ids)
+    server = HttpServer(
+        service,
+        options.host,
+        options.port,
+        idle_seconds=options.idle_seconds,
+        max_connections=options.max_connections,
+    )
+    service.connections = lambda: server.connections
+    if not _is_loopback(server.host):
+        logger.warning(
+            "%s is no loopback address: everybody who reaches it can read the tables", server.host
+        )
+    with interrupts() as interrupted:
+        with serving(server, options.grace_seconds) as url:
+            sys.stdout.write(f"listening on {url}\n")
+            sys.stdout.flush()
+            follower.start()
+            while not follower.looked.wait(0.1) and not interrupted:
+                pass
+            if follower.standing.state is None and not interrupted:
+                if not options.wait:
+                    raise CheckpointError(str(follower.standing.problem))
+                logger.info("waits: %s", follower.standing.problem)
+            interrupted.wait()
+            service.stopping = True
+            logger.info("ends after the requests that were begun")
+        follower.stop()
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

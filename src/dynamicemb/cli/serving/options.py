@@ -1,0 +1,42 @@
+"""The options of ``dynamicemb serve``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamicemb.cli.arguments import option
+from dynamicemb.cli.http import LOOPBACK
+from dynamicemb.errors import check_integer
+
+
+def _port(name: str, value: int) -> int:
+    return check_integer(name, value, minimum=0, maximum=65_535)
+
+
+@dataclass
+class ServeOptions:
+    """Every option of a server; the order is that of the help."""
+
+    host: str = option(LOOPBACK, "address to listen at; others than loopback have no password")
+    port: int = option(8642, "port to listen at; 0: a free one, which is printed", check=_port)
+    poll_seconds: float = option(
+        1.0, "seconds between two looks for a delta or a new checkpoint; 0: none", minimum=0.0
+    )
+    wait: bool = option(False, "wait for the first checkpoint to appear instead of failing")
+    verify: bool = option(
+        True, "compare all checksums before anything is served; this reads every byte once"
+    )
+    preload: bool = option(False, "let the system read the files ahead")
+    missing: float = option(0.0, "what an id without a row reads")
+    rank: int | None = option(
+        None, "of tables that are not spread over ranks: whose copy", minimum=0
+    )
+    threads: int = option(1, "threads of one lookup", minimum=1)
+    max_ids: int = option(100_000, "ids of a request at most", minimum=1)
+    max_connections: int = option(256, "connections at a time at most", minimum=1)
+    idle_seconds: float = option(
+        60.0, "a connection that sends nothing for so long is closed", above=0.0
+    )
+    grace_seconds: float = option(
+        10.0, "at the end: how long requests that were begun may take", minimum=0.0
+    )

@@ -1,0 +1,294 @@
+"""Lookups over real sockets: formats, ids of 64 bits, and requests that are refused."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served import DIM, IDS, PATIENCE_S, exchange, make_tables
+
+from dynamicemb import DynamicEmbDump, StoreError
+from dynamicemb.cli.http import HttpServer, serving
+from dynamicemb.cli.serving.follow import Follower
+from dynamicemb.cli.serving.service import Service
+from dynamicemb.serving import HttpTable
+
+MAX_IDS = 1000
+BYTES = {"Content-Type": "application/octet-stream"}
+LOOKUP = "/v1/tables/user/lookup"
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A server in this process; the row of id ``i`` begins with its place in IDS."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = make_tables()
+    user, item = model.tables
+    rows = torch.arange(len(IDS), dtype=torch.float32)[:, None] + torch.arange(DIM) / 8
+    user.insert(IDS, rows)
+    item.insert(IDS[:1], torch.tensor([[float("nan"), float("inf"), -0.0, 1e-40]]))
+    DynamicEmbDump(folder, model)
+    settings = {"verify": True, "preload": False, "missing": -1.0, "rank": None}
+    follower = Follower(Path(folder), 0.0, settings)
+    follower.look()
+    service = Service(follower, max_ids=MAX_IDS)
+    server = HttpServer(service, max_connections=8)
+    service.connections = lambda: server.connections
+    with serving(server) as url:
+        yield int(url.rpartition(":")[2])
+
+
+def row_of(id_: int) -> list[float]:
+    at = IDS.tolist().index(id_)
+    return [at + n / 8 for n in range(DIM)]
+
+
+def test_ids_of_64_bits_in_json_as_numbers_texts_and_unsigned(port: int) -> None:
+    ids: list[Any] = [2**63 - 1, -(2**63), -1, "-1", 2**64 - 1, str(2**64 - 1), str(2**63), "100"]
+    status, answer = exchange(port, "POST", LOOKUP, {"ids": [*ids, 5]})
+    assert status == 200
+    same = [2**63 - 1, -(2**63), -1, -1, -1, -1, -(2**63), 100]
+    assert answer["found"] == [True] * 8 + [False]
+    assert answer["embeddings"] == [*map(row_of, same), [-1.0] * DIM]
+    query = ",".join(str(one) for one in ids)
+    status, got = exchange(port, "GET", f"{LOOKUP}?ids={query}&ids=5")
+    assert (status, got) == (200, answer)
+    assert exchange(port, "POST", LOOKUP, {"ids": []})[1]["embeddings"] == []
+
+
+def test_bytes_have_the_layout_of_the_documentation(port: int) -> None:
+    ids = [-1, 5, 2**63 - 1, *range(100, 107)]
+    status, body = exchange(port, "POST", LOOKUP, struct.pack(f"<{len(ids)}q", *ids), BYTES)
+    assert status == 200
+    assert len(body) == 10 * DIM * 4 + 2
+    assert struct.unpack(f"<{DIM}f", body[: DIM * 4]) == tuple(row_of(-1))
+    assert struct.unpack(f"<{DIM}f", body[DIM * 4 : DIM * 8]) == (-1.0,) * DIM
+    assert body[-2:] == bytes([0b11111101, 0b11])
+    assert exchange(port, "POST", LOOKUP, b"", BYTES) == (200, b"")
+
+
+def test_what_is_accepted_decides_over_what_was_sent(port: int) -> None:
+    accept = {"Accept": "application/octet-stream"}
+    status, body = exchange(port, "POST", LOOKUP, {"ids": [1]}, accept)
+    assert np.frombuffer(body[:-1], "<f4").tolist() == row_of(1)
+    accept = {"Accept": "application/json"} | BYTES
+    status, answer = exchange(port, "POST", LOOKUP, struct.pack("<q", 1), accept)
+    assert (status, answer["embeddings"]) == (200, [row_of(1)])
+
+
+def test_the_client_finds_what_the_table_has(port: int) -> None:
+    table = HttpTable(f"http://127.0.0.1:{port}", "model.user")
+    ids = IDS[:300].reshape(3, 100)
+    found, rows = table.find(ids)
+    assert (found.all(), rows.shape, table.dim) == (True, (3, 100, DIM), DIM)
+    assert rows[0, 3].tolist() == row_of(2**63 - 1)
+    assert torch.equal(table(ids.view(torch.uint64)), rows)
+    assert table(torch.empty(0, dtype=torch.int64)).shape == (0, DIM)
+    assert table(torch.tensor([5])).tolist() == [[-1.0] * DIM]
+    with pytest.raises(TypeError, match="int64"):
+        table(torch.tensor([1.0]))
+    with pytest.raises(StoreError, match="1001 ids; allowed: at most 1000"):
+        table(torch.arange(MAX_IDS + 1))
+    with pytest.raises(StoreError, match="there is no table 'users'"):
+        HttpTable(f"http://127.0.0.1:{port}", "users")
+    with pytest.raises(StoreError, match="does not answer"):
+        HttpTable("http://127.0.0.1:1", "user")
+    with pytest.raises(ValueError, match="http://HOST:PORT"):
+        HttpTable("127.0.0.1:80", "user")
+
+
+def test_several_tables_in_one_request(port: int) -> None:
+    wanted = {"user": {"ids": [1, 5]}, "model.item": {"ids": ["100"]}}
+    status, answer = exchange(port, "POST", "/v1/lookup", {"tables": wanted})
+    assert status == 200
+    assert answer["tables"]["user"]["embeddings"] == [row_of(1), [-1.0] * DIM]
+    assert answer["tables"]["model.item"]["found"] == [True]
+    for bad in ({"tables": []}, {"tables": {"user": [1]}}, {"ids": [1]}, []):
+        assert exchange(port, "POST", "/v1/lookup", bad)[0] == 400
+    assert exchange(port, "POST", "/v1/lookup", {"tables": {"x": {"ids": []}}})[0] == 404
+    many = {"user": {"ids": [1] * MAX_IDS}, "item": {"ids": [1]}}
+    assert exchange(port, "POST", "/v1/lookup", {"tables": many})[0] == 413
+
+
+def test_numbers_that_json_does_not_have_are_null(port: int) -> None:
+    _, answer = exchange(port, "GET", "/v1/tables/item/lookup?ids=0")
+    assert answer["embeddings"] == [[None, None, -0.0, pytest.approx(1e-40, rel=1e-3)]]
+
+
+def test_tables_are_listed(port: int) -> None:
+    status, answer = exchange(port, "GET", "/v1/tables")
+    assert status == 200
+    about = {"name": "model.user", "short_name": "user", "dim": DIM, "dtype": "float32"}
+    assert answer["tables"][0] == about | {"rows": len(IDS)}
+    assert exchange(port, "GET", "/v1/tables/model%2Euser")[1]["rows"] == len(IDS)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 5000, "no JSON"),
+        (b'{"ids": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b"[1]", "the body is list"),
+        (b'{"id": [1]}', "['id']"),
+        (b'{"ids": [1], "table": "x"}', "['ids', 'table']"),
+        (b'{"ids": 1}', "a list"),
+        (b'{"ids": [1.0]}', "ids[0] is 1.0"),
+        (b'{"ids": [1, true]}', "ids[1] is true"),
+        (b'{"ids": [null]}', "ids[0] is null"),
+        (b'{"ids": [[1]]}', "ids[0] is [1]"),
+        (b'{"ids": [NaN]}', "ids[0] is NaN"),
+        (b'{"ids": ["0x10"]}', 'ids[0] is "0x10"'),
+        (b'{"ids": ["1_0"]}', 'ids[0] is "1_0"'),
+        (b'{"ids": [18446744073709551616]}', "ids[0] is 18446744073709551616"),
+        (b'{"ids": [-9223372036854775809]}', "allowed: integers from -9223372036854775808"),
+    ],
+)
+def test_a_body_that_is_wrong_is_refused_with_a_reason(port: int, body: bytes, said: str) -> None:
+    status, answer = exchange(port, "POST", LOOKUP, body)
+    assert status == 400
+    assert said in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status"),
+    [
+        ("GET", "/", {}, None, 404),
+        ("GET", "/v1/tables/nobody", {}, None, 404),
+        ("POST", "/v1/tables/nobody/lookup", {}, b'{"ids": [1]}', 404),
+        ("GET", "/v1/tables/user/rows", {}, None, 404),
+        ("DELETE", "/v1/tables", {}, None, 405),
+        ("POST", "/healthz", {}, b"{}", 405),
+        ("GET", "/v1/lookup", {}, None, 405),
+        ("GET", LOOKUP, {}, None, 400),
+        ("GET", LOOKUP + "?ids=1,,2", {}, None, 400),
+        ("GET", LOOKUP + "?id=1", {}, None, 400),
+        ("POST", LOOKUP, {"Content-Type": "text/csv"}, b"1", 415),
+        ("POST", LOOKUP, BYTES, b"1234567", 400),
+        ("POST", LOOKUP, BYTES, bytes(8 * (MAX_IDS + 1)), 413),
+        ("POST", LOOKUP, BYTES, bytes(10**6), 413),
+        ("POST", LOOKUP, {"Transfer-Encoding": "chunked"}, None, 411),
+        ("POST", LOOKUP, {"Content-Length": "many"}, None, 400),
+        ("POST", LOOKUP, {"Content-Length": "-1"}, None, 400),
+        ("POST", LOOKUP, {"Content-Length": "9" * 30}, None, 400),
+        ("GET", "/healthz", {"X-Long": "x" * 20_000}, None, 431),
+        ("GET", "/healthz?" + "x" * 20_000, {}, None, 414),
+    ],
+)
+def test_requests_that_cannot_be_served_have_their_status(
+    port: int, method: str, path: str, headers: dict[str, str], body: bytes | None, status: int
+) -> None:
+    got, answer = exchange(port, method, path, body, headers)
+    assert got == status
+    assert answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"hello\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\n\r\n", 505),
+        (b"GET /healthz HTTP/1.1\r\nno header\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n: x\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+        (bytes(range(128, 256)) * 1000, 414),
+    ],
+)
+def test_what_is_no_request_is_answered_and_the_connection_closed(
+    port: int, sent: bytes, status: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while some := connection.recv(2**16):
+            answer += some
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"\r\nConnection: close\r\n" in answer
+
+
+def test_a_connection_is_kept_also_after_a_refusal_and_closed_when_asked(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.connect()
+    kept = connection.sock
+    for _ in range(3):
+        for path, status in (("/v1/tables", 200), ("/nothing", 404), ("/healthz", 200)):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            assert (answer.status, bool(answer.read())) == (status, True)
+            assert connection.sock is kept
+    connection.request("HEAD", "/healthz")
+    answer = connection.getresponse()
+    assert (int(answer.headers["Content-Length"]) > 0, answer.read()) == (True, b"")
+    connection.request("GET", "/healthz", headers={"Connection": "close"})
+    answer = connection.getresponse()
+    answer.read()
+    assert answer.headers["Connection"] == "close"
+    assert connection.sock is None
+
+
+def test_requests_that_come_at_once_are_answered_in_order(port: int) -> None:
+    text = "".join(f"GET {LOOKUP}?ids={id_} HTTP/1.1\r\n\r\n" for id_ in (100, 101, 102))
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+        connection.sendall(text.encode())
+        connection.shutdown(socket.SHUT_WR)
+        answers = connection.makefile("rb").read()
+    places = [answers.index(json.dumps([row_of(id_)]).encode()) for id_ in (100, 101, 102)]
+    assert places == sorted(places)
+
+
+def test_more_connections_than_allowed_are_told_so(port: int) -> None:
+    open_ones = []
+    for _ in range(8):
+        one = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        one.request("GET", "/readyz")
+        answer = one.getresponse()
+        answer.read()
+        if answer.status == 503:  # one of a test before is not closed yet
+            one.close()
+            break
+        open_ones.append(one)
+    assert len(open_ones) >= 1
+    if len(open_ones) == 8:
+        assert exchange(port, "GET", "/readyz")[0] == 503
+    for one in open_ones:
+        one.close()
+
+
+def test_metrics_count_requests_ids_and_misses(port: int) -> None:
+    def numbers() -> dict[str, float]:
+        text = exchange(port, "GET", "/metrics")[1].decode()
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+    def more(name: str, **labels: str) -> float:
+        shown = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        key = f"dynamicemb_{name}{{{shown}}}"
+        return after[key] - before.get(key, 0.0)
+
+    exchange(port, "GET", "/metrics")
+    before = numbers()
+    assert exchange(port, "POST", LOOKUP, {"ids": [1, 2, 3]})[0] == 200
+    assert exchange(port, "POST", LOOKUP, {"ids": "?"})[0] == 400
+    after = numbers()
+    assert more("lookup_ids_total", table="model.user") == 3
+    assert more("lookup_misses_total", table="model.user") == 2
+    assert more("requests_total", route="lookup", code="200") == 1
+    assert more("requests_total", route="lookup", code="400") == 1
+    assert more("request_seconds_count", route="lookup") == 2
+    assert more("request_seconds_bucket", route="lookup", le="+Inf") == 2
+    assert after['dynamicemb_table_rows{table="model.user"}'] == len(IDS)
+    assert after["dynamicemb_delta"] == 0
+    assert after["dynamicemb_following"] == 1
+    assert after["dynamicemb_connections"] >= 1
