@@ -31,7 +31,6 @@ if BACKEND != "cpu":  # what is about the engine itself
     collect_ignore = [
         "cpp",
         "slots",
-        "table/test_expiry.py",
         "table/test_instruction_sets.py",
         "table/test_memory_errors.py",
         "table/test_threads.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,20 +69,24 @@ class Recorder:
 
 def record() -> list[Launch]:
     """The launches of training and evaluation with the usual shapes, and with every optimizer,
-    initialiser, strategy, data type and pooling at least once."""
+    initialiser, strategy, data type and pooling at least once; then those of everything else."""
     from dynamicemb.table import (
         cuda,
         cuda_batch,
         cuda_gradients,
         cuda_group,
+        cuda_reading,
         cuda_replay,
         cuda_workspace,
     )
 
     recorder = Recorder()
-    for module in (cuda, cuda_batch, cuda_gradients, cuda_group, cuda_replay, cuda_workspace):
+    for module in (
+        cuda, cuda_batch, cuda_gradients, cuda_group, cuda_reading, cuda_replay, cuda_workspace,
+    ):  # fmt: skip
         module.launch = recorder  # type: ignore[attr-defined]
     cuda._checked_device = torch.device  # type: ignore[assignment]
+    torch.empty = torch.zeros  # what kernels would have written is read as 0
     torch.manual_seed(1)
     kinds = itertools.cycle(cuda.KINDS)
     modes = itertools.cycle(DynamicEmbInitializerMode)
@@ -106,7 +111,42 @@ def record() -> list[Launch]:
     for kind in cuda.KINDS:  # tables of several classes
         summed = DynamicEmbPoolingMode.SUM
         _train(cuda, cuda_group, (4, 64, 20), torch.float32, kind, uniform, plain, summed)
+    for tables in (1, 3):
+        _other_calls(cuda, cuda_group, tables)
     return list(recorder.launches)
+
+
+def _other_calls(cuda: Any, cuda_group: Any, tables: int) -> None:
+    """Given rows, protected rows, marks of changes, summed gradients, a batch that is replayed."""
+    options = DynamicEmbTableOptions(dim=64, max_capacity=1 << 16)
+    members = [cuda.CudaTable(options, name=f"t{t}", seed=t, device="cpu") for t in range(tables)]
+    ids, bounds = torch.arange(600), tuple(600 * t // tables for t in range(tables + 1))
+    group = cuda_group.CudaTableGroup(members)
+    table = members[0]
+    table.insert(ids, torch.zeros(600, 64), scores=ids)
+    table.group.insert_batch(
+        ids, None, [table.batch_score()], counts=None, codes=None, train=True, distinct=True
+    )
+    table.initial_rows(ids)
+    table.buckets_of(ids)
+    table.mark_changes()
+    lookup = group.find_or_insert(ids, bounds)
+    group.find_or_insert(ids, bounds, protect=[lookup])
+    pooling = Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,) * tables)
+    group.reduce(lookup, pooling, torch.zeros(600, 64))
+    layout = group.layout
+    numbers = layout.start_batch([one.batch_score() for one in members])
+    space = layout.workspaces.take(600)
+    space.set_graph(
+        SimpleNamespace(
+            key=(600, layout.version, layout.marked),
+            ids=ids,
+            bounds=ids,
+            launches=SimpleNamespace(replay=lambda: None),
+        )
+    )
+    layout.workspaces.give_back(space)
+    group._replay.train(ids, group._bounds(bounds), numbers)
 
 
 def _train(

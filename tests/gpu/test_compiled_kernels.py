@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dynamicemb import kernels
 
 triton = pytest.importorskip("triton")
 
@@ -40,8 +43,20 @@ def large_stacks(table: dict[str, dict[str, list[int]]]) -> list[str]:
     return [name for name, used in table.items() if any(s > STACK for _, s, _ in used.values())]
 
 
+def all_kernels() -> set[str]:
+    """The names of the kernels in the package."""
+    return {
+        node.name
+        for file in Path(kernels.__file__).parent.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(one, ast.Name) and one.id == "kernel" for one in node.decorator_list)
+    }
+
+
 def test_kernels_use_the_recorded_registers_and_hardly_any_stack() -> None:
     table = resources()
+    assert {name.split("/")[0] for name in table} == all_kernels()
     assert large_stacks(table) == []
     if triton.__version__ == RECORDED_WITH:
         recorded = json.loads((HERE / "resources.json").read_text())

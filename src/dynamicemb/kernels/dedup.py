@@ -171,6 +171,16 @@ def distinct_kernel(count, entry_of_ptr, work_ptr, words, BLOCK: tl.constexpr):
 
 
 @kernel
+def last_kernel(count, entry_of_ptr, last_ptr, BLOCK: tl.constexpr):
+    """last[e] = the last occurrence of entry e; 0 before."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    entry = tl.load(entry_of_ptr + i, mask=mask, other=0)
+    known = tl.load(last_ptr + entry, mask=mask, other=0)
+    tl.atomic_max(last_ptr + entry, i, mask=mask & (i > known), sem="relaxed")
+
+
+@kernel
 def spans_kernel(sorted_ptr, count, starts_ptr, BLOCK: tl.constexpr):
     """starts[e] = where entry e begins among the occurrences that were sorted by entry; one more
     start follows the last entry."""

@@ -132,14 +132,14 @@ def find_kernel(
     ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, entry_counts_ptr,
     codes_ptr, known_ptr, slots_ptr, next_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
-    WRITE: tl.constexpr, CODES: tl.constexpr, SCORED: tl.constexpr, KNOWN: tl.constexpr,
+    WRITE: tl.constexpr, CODES: tl.constexpr, MARKED: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Finds the entries of a batch.
 
-    WRITE 0: slots[e] = slot, or GONE. WRITE 1: hits also take their new score (if SCORED) and are
-    marked as touched, and each missing entry is put on the list of its bucket. CODES: entries whose
-    code is FAILED or says that they were rejected are left as they are; codes_ptr is not slots_ptr.
-    KNOWN: the slots, or -1, are known already.
+    WRITE 0: slots[e] = slot, or GONE. WRITE 1: hits also take their new score and are marked as
+    touched (if MARKED), and each missing entry is put on the list of its bucket. CODES: entries
+    whose code is FAILED or says that they were rejected are left as they are; codes_ptr is not
+    slots_ptr. KNOWN: the slots, or -1, are known already.
     """
     count = tl.load(count_ptr)
     start = tl.program_id(0) * BLOCK
@@ -170,21 +170,20 @@ def find_kernel(
         found = tl.where(hit, slot.to(tl.int32), GONE)
         tl.store(slots_ptr + e, tl.where(wanted, found, code), mask=mask)
         if WRITE:
-            if SCORED:
-                scores_at = field(meta_ptr, tables, SCORES, table, wanted) + slot * 8
-                scores = scores_at.to(tl.pointer_type(tl.int64))
-                if STRATEGY == LFU or STRATEGY == PAIR:
-                    before = tl.load(scores, mask=hit, other=0)
-                    times = tl.load(entry_counts_ptr + e, mask=hit, other=0)
-                    tl.store(scores, saturated_sum(before, times), mask=hit)
-                elif STRATEGY != NO_EVICTION:
-                    score = field(batch_ptr, tables, SCORE, table, hit)
-                    tl.store(scores, score, mask=hit)
-                if STRATEGY == PAIR:
-                    times_at = field(meta_ptr, tables, TIMES, table, wanted) + slot * 8
-                    now = field(batch_ptr, tables, TIME, table, hit)
-                    tl.store(times_at.to(tl.pointer_type(tl.int64)), now, mask=hit)
-            if STRATEGY != NO_EVICTION:
+            scores_at = field(meta_ptr, tables, SCORES, table, wanted) + slot * 8
+            scores = scores_at.to(tl.pointer_type(tl.int64))
+            if STRATEGY == LFU or STRATEGY == PAIR:
+                before = tl.load(scores, mask=hit, other=0)
+                times = tl.load(entry_counts_ptr + e, mask=hit, other=0)
+                tl.store(scores, saturated_sum(before, times), mask=hit)
+            elif STRATEGY != NO_EVICTION:
+                score = field(batch_ptr, tables, SCORE, table, hit)
+                tl.store(scores, score, mask=hit)
+            if STRATEGY == PAIR:
+                times_at = field(meta_ptr, tables, TIMES, table, wanted) + slot * 8
+                now = field(batch_ptr, tables, TIME, table, hit)
+                tl.store(times_at.to(tl.pointer_type(tl.int64)), now, mask=hit)
+            if MARKED and STRATEGY != NO_EVICTION:
                 touch(meta_ptr, batch_ptr, tables, table, slot, hit)
             heads_at = field(meta_ptr, tables, HEADS, table, wanted) + buckets * 4
             heads = heads_at.to(tl.pointer_type(tl.int32))

@@ -134,10 +134,11 @@ def place_kernel(
 def victims_kernel(
     ids_ptr, tables_ptr, meta_ptr, batch_ptr, tables, number, work_ptr, leaders_ptr, capacity,
     victims_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
-    ONE_CLASS: tl.constexpr,
+    ONE_CLASS: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """victims[base + q] = the position with the q-th smallest (score, slot) of a leader's bucket
-    among those that the batch did not touch, or -1."""
+    among those that the batch did not touch, or -1. Touched are those with the batch's mark; if not
+    MARKED, those with its score, which no other slot has."""
     leaders = tl.load(work_ptr)
     lane = tl.arange(0, PADDED)
     first = tl.program_id(0) * BLOCK
@@ -158,10 +159,15 @@ def victims_kernel(
         score = tl.load(scores_at, mask=inside, other=0)
         digests_at = field(meta_ptr, tables, DIGESTS, table, mask)[:, None] + slot
         digest = tl.load(digests_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-        marks_at = field(meta_ptr, tables, TOUCHED, table, mask)[:, None] + slot
-        used = tl.load(marks_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-        mark = field(batch_ptr, tables, MARK, table, mask).to(tl.uint8)
-        eligible = inside & (digest != 0) & (used != mark[:, None])
+        eligible = inside & (digest != 0)
+        if MARKED:
+            marks_at = field(meta_ptr, tables, TOUCHED, table, mask)[:, None] + slot
+            used = tl.load(marks_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+            mark = field(batch_ptr, tables, MARK, table, mask).to(tl.uint8)
+            eligible = eligible & (used != mark[:, None])
+        else:
+            now = field(batch_ptr, tables, SCORE, table, mask)
+            eligible = eligible & (score != now[:, None])
         score = score ^ SIGN  # unsigned order by signed comparison
         q = 0
         most = tl.max(wanted, axis=0)

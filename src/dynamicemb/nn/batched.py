@@ -25,7 +25,7 @@ from dynamicemb.nn.checks import (
     check_weights,
 )
 from dynamicemb.nn.incremental import collect_rows, current_scores, dump_increment
-from dynamicemb.nn.module import DynamicModule, Plan
+from dynamicemb.nn.module import DynamicModule, Plan, Prefetched
 from dynamicemb.optimizers import EmbOptimType, Optimizer, OptimizerArgs
 from dynamicemb.options import (
     BATCH_SIZE_PER_DUMP,
@@ -186,7 +186,9 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
 
         Batches are used by ``forward`` in the order of prefetching; their rows are not evicted by
         batches that are prefetched after them. ``frequency_counters`` (int64, one per id): how many
-        occurrences each id stands for. Does nothing in evaluation.
+        occurrences each id stands for. On a GPU the current stream may be another one than that of
+        ``forward``, which waits for it (``forward_stream`` is not needed). Does nothing in
+        evaluation.
         """
         _refuse_variable_batches(batch_size_per_feature_per_rank)
         plan = self.plan(indices, offsets, None)
@@ -206,7 +208,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
             counts = None if counts is None else counts.clone()
         else:
             lookup = self.find_or_insert(plan, counts)
-        self._prefetched.append((plan, lookup, counts))
+        self._prefetched.append(Prefetched(plan, lookup, counts))
 
     # ---- scores ----
 

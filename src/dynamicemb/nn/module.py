@@ -60,6 +60,28 @@ class Plan:
     keep: torch.Tensor | None = None
 
 
+class Prefetched:
+    """A batch that waits for its forward, made on the stream that is current now.
+
+    ``lookup``: ``None`` if its rows are being read ahead. ``counts``: of the ids, if given.
+    """
+
+    def __init__(self, plan: Plan, lookup: Lookup | None, counts: torch.Tensor | None) -> None:
+        self.plan, self.lookup, self.counts = plan, lookup, counts
+        self._made: Any = None
+        if plan.ids.is_cuda:
+            self._made = torch.cuda.current_stream(plan.ids.device).record_event()
+
+    def order(self) -> None:
+        """Let the current stream use what another one may have made."""
+        if self._made is not None:
+            stream = torch.cuda.current_stream(self.plan.ids.device)
+            stream.wait_event(self._made)
+            for tensor in (self.plan.ids, self.plan.bounds, self.counts):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(stream)
+
+
 class DynamicModule(nn.Module, ABC):
     """Tables as a module.
 
@@ -97,8 +119,7 @@ class DynamicModule(nn.Module, ABC):
     def _attach(self) -> None:
         """Set up what belongs to this object and is not copied or pickled."""
         self._group = create_group(self.tables)
-        # The plan, its lookup (None: its rows are being read ahead), and the ids' counts.
-        self._prefetched: deque[tuple[Plan, Lookup | None, torch.Tensor | None]] = deque()
+        self._prefetched: deque[Prefetched] = deque()
         self._waiting: OrderedDict[int, Lookup] = OrderedDict()
         self._pending = PendingGradients(self._group, self.handle)
         self._key = next(_keys)
@@ -175,7 +196,9 @@ class DynamicModule(nn.Module, ABC):
     def _next_lookup(self, plan: Plan) -> Lookup:
         if not self._prefetched:
             return self.find_or_insert(plan)
-        expected, lookup, counts = self._prefetched[0]
+        oldest = self._prefetched[0]
+        oldest.order()
+        expected, lookup = oldest.plan, oldest.lookup
         if not _equal_bounds(plan.bounds, expected.bounds) or not torch.equal(
             plan.ids, expected.ids
         ):
@@ -184,7 +207,7 @@ class DynamicModule(nn.Module, ABC):
                 f"{len(expected.ids)} ids, is another one; use batches in the order of prefetching"
             )
         if lookup is None:
-            lookup = self.find_or_insert(expected, counts)
+            lookup = self.find_or_insert(expected, oldest.counts)
             self._group.end_read_ahead()
         self._prefetched.popleft()
         return lookup
@@ -206,7 +229,7 @@ class DynamicModule(nn.Module, ABC):
             plan.ids,
             plan.bounds,
             counts=counts,
-            protect=tuple(one for _, one, _ in self._prefetched if one is not None),
+            protect=tuple(one.lookup for one in self._prefetched if one.lookup is not None),
         )
 
     def propagate(

@@ -308,6 +308,10 @@ class Table(ABC):
         the rows whose score (the timestamp of two) is below ``before``. Returns how many."""
         raise self._no_expiry()
 
+    def sweep(self, before: int, *, slots: int) -> None:
+        """:meth:`expire`, without waiting for the count."""
+        self.expire(before, slots=slots)
+
     def _no_expiry(self) -> UsageError:
         return UsageError(f"a {type(self).__name__} cannot expire rows")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,11 +28,11 @@ from dynamicemb.options import (
 )
 from dynamicemb.table.base import Table
 from dynamicemb.table.cuda_batch import ELEMENTS, SLOT_REJECTED, Batch
-from dynamicemb.table.cuda_changes import LAST_MARK, Changes
+from dynamicemb.table.cuda_changes import LAST_MARK
 from dynamicemb.table.cuda_counter import CudaIdCounter, counting_options
 from dynamicemb.table.cuda_group import CudaTableGroup
 from dynamicemb.table.cuda_layout import bits, initializer_column, signed, to_device
-from dynamicemb.table.device_table import DeviceTable
+from dynamicemb.table.cuda_memory import CudaMemory
 from dynamicemb.table.id_log import IdLog
 from dynamicemb.table.numbers import (
     NO_EVICTION_STRATEGY,
@@ -46,17 +45,17 @@ from dynamicemb.table.rows import Found, Inserted, Pooling, Rows, TableStats, Wr
 MAX_CUDA_DIM = 4096
 #: Optimizers that the kernels have.
 KINDS = tuple(kind for kind in OptimizerKind if kind is not OptimizerKind.SMART_DECAY_ADAM)
-_SIZE, _FAILURES = COUNTER_NAMES.index("size"), COUNTER_NAMES.index("failures")
+_SIZE, _FAILURES, _EVICTIONS = map(COUNTER_NAMES.index, ("size", "failures", "evictions"))
 
 
-class CudaTable(DeviceTable):
+class CudaTable(CudaMemory):
     """A table in the memory of a GPU. See :class:`Table`; the results are those of a CPU table.
 
     Everything runs on the current stream; a call on another stream than the one before waits for
     that one first. Training and evaluation through a group do not wait for the device, but for an
     admission strategy, near a growth, with ``safe_check_mode`` ERROR or WARNING and with
     ``return_evicted``. Rows take memory for all slots of the present capacity; set
-    ``init_capacity`` to start small. While it grows, a table is in memory twice.
+    ``init_capacity`` to start small.
     """
 
     def __init__(
@@ -74,24 +73,10 @@ class CudaTable(DeviceTable):
         self._device = _checked_device(device)
         check_integer("dim", self.dim, maximum=MAX_CUDA_DIM)
         self.rowless = rowless
-        self.lock = threading.RLock()
         self._width, self.buckets, self._max_buckets = self.bucket_layout_of(self.options)
         self.max_slots = self._width * self._max_buckets
-        self.layout_version = 0
-        self.mark = 0  # of the running batch in ``touched``
-        self.known_changes = Changes()
-        self.changes = 0  # whatever may have moved a row: batches, erasures, growth
         self._wide_index: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self.stream: int | None = None  # where the last work on the table is queued
-        try:
-            self._allocate_index(self.buckets)
-            self._allocate_rows(self.buckets, self._optimizer)
-            self.counters = self._zeros(8, torch.int64)
-            self.next_number = self._zeros(1, torch.int64)
-        except torch.cuda.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"table {name!r}: {error}") from error
-        self._size_bound = 0  # rows at most, as far as the host knows
-        self._pending_size: tuple[torch.Tensor, Any, int] | None = None
+        self._allocate()
         self.admit_strategy = None
         self.counter: CudaIdCounter | None = None
         if self.options.admit_strategy is not None:
@@ -103,70 +88,12 @@ class CudaTable(DeviceTable):
                 CudaTable(counting, name="counter", seed=0, device=self._device, rowless=True)
             )
 
-    # ---- memory ----
-
-    def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype, device=self._device)
-
-    def _index(self, buckets: int) -> dict[str, torch.Tensor | None]:
-        """An empty index: 18.1 bytes per slot of usual buckets, 8 more for the pair strategy."""
-        slots = buckets * self._width
-        return {
-            "digests": self._zeros(slots, torch.uint8),
-            "keys": self._zeros(slots, torch.int64),
-            "scores": self._zeros(slots, torch.int64),
-            "times": self._zeros(slots, torch.int64) if self.score_words == 2 else None,
-            "touched": self._zeros(slots, torch.uint8),
-            # The second half: where the victims of a bucket are listed.
-            "heads": torch.full((2 * buckets,), -1, dtype=torch.int32, device=self._device),
-        }
-
-    def _allocate_index(self, buckets: int) -> None:
-        for name, tensor in self._index(buckets).items():
-            setattr(self, name, tensor)
-
-    def _rows(self, buckets: int, optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = 0 if self.rowless else buckets * self._width
-        unit = 16 // self.dtype.itemsize
-        stride = -(-self.dim // unit) * unit
-        state = optimizer.state_dim(self.dim)
-        state_stride = state if state < 2 else -(-state // 4) * 4
-        return (
-            torch.empty(slots, stride, dtype=self.dtype, device=self._device),
-            torch.empty(slots, state_stride, dtype=torch.float32, device=self._device),
-        )
-
-    def _allocate_rows(self, buckets: int, optimizer: Optimizer) -> None:
-        self.rows, self.state = self._rows(buckets, optimizer)
-
-    digests: torch.Tensor
-    keys: torch.Tensor
-    scores: torch.Tensor
-    times: torch.Tensor | None
-    touched: torch.Tensor
-    heads: torch.Tensor
-
     # ---- what a table is ----
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def capacity(self) -> int:
-        return self.buckets * self._width
-
-    def size(self) -> int:
-        return int(self.counters[_SIZE])
 
     def stats(self) -> TableStats:
         counts = dict(zip(COUNTER_NAMES, self.counters.tolist(), strict=True))
-        tensors = (
-            self.digests, self.keys, self.scores, self.times, self.touched, self.heads, self.rows,
-            self.state, self.known_changes.stamps,
-        )  # fmt: skip
         used = 0 if self.known_changes.removals is None else self.known_changes.removals.bytes
-        used += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        used += sum(tensor.nbytes for tensor in self._tensors())
         used += 0 if self.counter is None else self.counter.table.stats().bytes
         return TableStats(
             **counts, capacity=self.capacity, load_factor=counts["size"] / self.capacity, bytes=used
@@ -174,19 +101,6 @@ class CudaTable(DeviceTable):
 
     def reset_stats(self) -> None:
         self.counters[:_SIZE] = 0
-
-    def enter(self) -> None:
-        """Called before work on the table: order it after work on another stream."""
-        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            current = torch._C._cuda_getCurrentRawStream(self._device.index)
-            if self.stream not in (None, current):
-                before = torch.cuda.ExternalStream(self.stream, device=self._device)
-                torch.cuda.current_stream(self._device).wait_stream(before)
-            self.stream = current
-
-    def moved(self) -> None:
-        """The table's tensors were replaced, or its numbers changed."""
-        self.layout_version += 1
 
     # ---- reading ----
 
@@ -246,14 +160,6 @@ class CudaTable(DeviceTable):
     def touched_slots(self) -> torch.Tensor:
         """bool: which slots the running batch marked."""
         return self.touched == self.mark
-
-    def next_mark(self) -> int:
-        """What the batch that starts now marks the slots with that it uses."""
-        self.mark += 1
-        if self.mark == 256:
-            self.touched.zero_()
-            self.mark = 1
-        return self.mark
 
     def buckets_of(self, ids: torch.Tensor, buckets: int | None = None) -> torch.Tensor:
         """int64: the bucket of each id."""
@@ -425,13 +331,24 @@ class CudaTable(DeviceTable):
         scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
         with self.lock:
-            ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
-            self.enter()
-            batch = self.located(ids)
-            self._write_given(batch, embeddings, state, scores)
-            batch.stamp()
-            self.changes += 1
-            return self._written(batch)
+            return self._assign(ids, embeddings, state, scores)
+
+    def _assign(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor | None,
+        *,
+        distinct: bool = False,
+    ) -> torch.Tensor:
+        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
+        self.enter()
+        batch = self.located(ids, distinct=distinct)
+        self._write_given(batch, embeddings, state, scores)
+        batch.stamp()
+        self.changes += 1
+        return self._written(batch)
 
     def _write(
         self,
@@ -441,7 +358,10 @@ class CudaTable(DeviceTable):
         scores: torch.Tensor | None,
         keep_evicted: bool,
         hold: Callable[[], None] | None = None,
+        *,
+        distinct: bool = False,
     ) -> tuple[Batch, Rows | None]:
+        """``distinct``: no id occurs twice."""
         ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
         group = self.group
         score = (0, 0) if scores is not None else self.batch_score()
@@ -453,6 +373,7 @@ class CudaTable(DeviceTable):
             codes=None,
             train=False,
             keep_evicted=keep_evicted,
+            distinct=distinct,
             hold=hold,
         )
         batch.initialize(embeddings=False)
@@ -461,11 +382,11 @@ class CudaTable(DeviceTable):
             batch.number_rows(0)
         return batch, None if evicted is None else evicted[0]
 
-    def located(self, ids: torch.Tensor) -> Batch:
+    def located(self, ids: torch.Tensor, *, distinct: bool = False) -> Batch:
         """A batch over ids, with the slots of those that are there."""
         layout = self.group.layout
         layout.refresh()
-        batch = Batch(layout, aligned(ids), None)
+        batch = Batch(layout, aligned(ids), None, distinct=distinct)
         batch.slots = batch.locate(None)
         return batch
 
@@ -474,7 +395,7 @@ class CudaTable(DeviceTable):
         from being evicted."""
         with self.lock:
             batch, evicted = self._write(
-                given.ids, given.embeddings, given.state, given.scores, True, hold
+                given.ids, given.embeddings, given.state, given.scores, True, hold, distinct=True
             )
             return Written(self._written(batch), evicted)
 
@@ -520,6 +441,9 @@ class CudaTable(DeviceTable):
             warps=4,
             device=self._device,
         )
+        if scores is not None:
+            newest = int((scores ^ -(2**63)).max()) + 2**63
+            self.newest_score = max(self.newest_score, newest)
         if scores is not None and one.strategy == NO_EVICTION_STRATEGY:
             # Given numbers: go on after the largest.
             used = torch.arange(batch.n, device=self._device) < batch.count
@@ -530,7 +454,7 @@ class CudaTable(DeviceTable):
             self.next_number = torch.maximum(self.next_number ^ -(2**63), most) ^ -(2**63)
 
     def _written(self, batch: Batch) -> torch.Tensor:
-        return batch.slots[batch.entry_of.to(torch.int64)] >= 0
+        return batch.slots.index_select(0, batch.entry_of) >= 0
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
@@ -554,6 +478,42 @@ class CudaTable(DeviceTable):
             self.counters[_SIZE] -= len(gone)
             self.changes += 1
             return removed
+
+    can_expire = True
+
+    def expire(self, before: int, *, slots: int) -> int:
+        return int(self._expire(before, slots))
+
+    def sweep(self, before: int, *, slots: int) -> None:
+        self._expire(before, slots)
+
+    def _expire(self, before: int, slots: int) -> torch.Tensor:
+        """:meth:`expire`, with the count on the device. Waits for it only to log removals."""
+        before = check_integer("before", before, minimum=0, maximum=2**64 - 1)
+        slots = min(check_integer("slots", slots, minimum=0), self.capacity)
+        words = self.scores if self.times is None else self.times
+        with self.lock:
+            self.enter()
+            removed = self._zeros(1, torch.int64)
+            while slots > 0:
+                begin = self._expired_up_to % self.capacity
+                end = min(begin + slots, self.capacity)
+                part = slice(begin, end)
+                gone = (words[part] ^ -(2**63)) < signed(before) ^ -(2**63)
+                gone &= self.digests[part] != 0
+                if self.logs_removals:
+                    self._log_removed(gone.nonzero().squeeze(1) + begin)
+                self.digests[part].masked_fill_(gone, 0)
+                self.scores[part].masked_fill_(gone, 0)
+                removed += gone.sum()
+                slots -= end - begin
+                self._expired_up_to = end
+            self.counters[_EVICTIONS] += removed[0]
+            self.counters[_SIZE] -= removed[0]
+            self.changes += 1
+            return removed
+
+    _expired_up_to = 0  # the slot that expire() looks at next
 
     def clear(self) -> None:
         with self.lock:
@@ -581,12 +541,16 @@ class CudaTable(DeviceTable):
             if optimizer.kind is not self._optimizer.kind:
                 self.enter()
                 try:
-                    _, state = self._rows(self.buckets, optimizer)
+                    kept = self.rows if len(self._row_parts) == 2 else None
+                    memory = self._rows(self.buckets, optimizer, kept)
                 except torch.cuda.OutOfMemoryError as error:
                     raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
                 columns = optimizer.state_dim(self.dim)
-                state[:, :columns] = to_device(optimizer.initial_state(self.dim), self._device)
-                self.state = state
+                initial = to_device(optimizer.initial_state(self.dim), self._device)
+                memory.state[:, :columns] = initial
+                if memory.rows is not self.rows:
+                    memory.rows.copy_(self.rows)
+                self._set_rows(memory)
                 self.iteration = 0
                 if self.known_changes.stamps is not None:
                     self.known_changes.stamps.fill_(self.known_changes.now)
@@ -597,108 +561,6 @@ class CudaTable(DeviceTable):
         """New rows follow another seed."""
         self.seed = seed
         self.moved()
-
-    # ---- growth ----
-
-    @property
-    def may_grow(self) -> bool:
-        return self.buckets < self._max_buckets and self.options.max_load_factor > 0
-
-    def _fits(self, rows: int, buckets: int) -> bool:
-        return rows <= self.options.max_load_factor * (buckets * self._width)
-
-    def growth_possible(self, incoming: int) -> bool:
-        """Whether ``incoming`` more rows might pass the load factor, as far as the host knows."""
-        if not self.may_grow:
-            return False
-        if self._fits(self._size_bound + incoming, self.buckets):
-            return False
-        self._refine_bound()
-        return not self._fits(self._size_bound + incoming, self.buckets)
-
-    def expect(self, incoming: int) -> None:
-        """A batch of at most ``incoming`` new rows was started: ask for the size, to be read when
-        it has arrived."""
-        if not self.may_grow:
-            return
-        if self._pending_size is not None:
-            copy, event, since = self._pending_size
-            if not event.query():
-                self._size_bound += incoming
-                self._pending_size = copy, event, since + incoming
-                return
-            self._refine_bound()
-        self._size_bound += incoming  # until the size that is asked for now has arrived
-        if self._device.type == "cuda":
-            copy = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-            copy.copy_(self.counters[_SIZE : _SIZE + 1], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._pending_size = copy, event, 0
-        else:
-            self._size_bound = self.size()
-
-    def _refine_bound(self) -> None:
-        if self._pending_size is not None:
-            copy, event, since = self._pending_size
-            if event.query():
-                self._size_bound = int(copy) + since
-                self._pending_size = None
-
-    def grow_for(self, incoming: int) -> bool:
-        """Grow so that ``incoming`` more ids stay under the load factor, as far as allowed."""
-        size = self.size()
-        self._size_bound, self._pending_size = size, None
-        if incoming == 0 or not self.may_grow or self._fits(size + incoming, self.buckets):
-            return False
-        buckets = self.buckets
-        while buckets < self._max_buckets and not self._fits(size + incoming, buckets):
-            buckets = min(2 * buckets, self._max_buckets)
-        return self._grow_to(buckets)
-
-    def reserve(self, rows: int) -> None:
-        rows = check_integer("rows", rows, minimum=0, maximum=2**63 - 1)
-        with self.lock:
-            self.enter()
-            self.grow_for(rows)
-
-    def _grow_to(self, buckets: int) -> bool:
-        """Ids are placed in the order of their old slots, each in the lowest free position. Growth
-        must not lose a row, so it does not happen if a bucket would overflow."""
-        old = (self.digests != 0).nonzero().squeeze(1)
-        bucket, order = torch.sort(self.buckets_of(self.keys[old], buckets), stable=True)
-        old = old[order]
-        position = torch.arange(len(old), device=self._device) - torch.searchsorted(bucket, bucket)
-        if len(old) and int(position.max()) >= self._width:
-            return False
-        new = bucket * self._width + position
-        try:
-            index = self._index(buckets)
-            moved = self._rows(buckets, self._optimizer)
-            stamps = self.known_changes.stamps
-            if stamps is not None:
-                stamps = self._zeros(buckets * self._width, torch.int32)
-        except torch.cuda.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"table {self.name!r} could not grow to {buckets * self._width} slots: {error}"
-            ) from error
-        for name in ("digests", "keys", "scores", "times"):
-            to, source = index[name], getattr(self, name)
-            if to is not None:
-                to[new] = source[old]
-        for to, source in zip(moved, (self.rows, self.state), strict=True):
-            if not self.rowless:
-                to[new] = source[old]
-        if stamps is not None and self.known_changes.stamps is not None:
-            stamps[new] = self.known_changes.stamps[old]
-        self.known_changes.stamps = stamps
-        for name, tensor in index.items():
-            setattr(self, name, tensor)
-        self.rows, self.state = moved
-        self.buckets = buckets
-        self.changes += 1
-        self.moved()
-        return True
 
     # ---- admission ----
 

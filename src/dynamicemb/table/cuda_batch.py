@@ -15,6 +15,8 @@ from dynamicemb.kernels import dedup, find, initialize, insert
 from dynamicemb.kernels.gradients import HOT, LONG, SUM_BLOCK
 from dynamicemb.kernels.launch import INTERPRETED, blocks, launch, power_of_two
 from dynamicemb.kernels.layout import FAILED, GONE, REJECTED
+from dynamicemb.table.cuda_crowded import place_sorted
+from dynamicemb.table.cuda_streams import record
 from dynamicemb.table.cuda_workspace import NUMBERING_PROGRAMS, Workspace, hot_blocks
 from dynamicemb.table.numbers import LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY
 
@@ -97,6 +99,10 @@ class Batch:
     def space(self) -> Workspace:
         assert self._space is not None
         return self._space
+
+    def used_elsewhere(self) -> None:
+        """The current stream is another one than that which used the batch last."""
+        record((self.all_ids, self.bounds, self.slots, *self.sides.values()))
 
     def side_of(self, one: TableClass) -> torch.Tensor | None:
         """The rows that rejected ids of a class of tables read."""
@@ -226,11 +232,12 @@ class Batch:
         return totals
 
     def last(self) -> torch.Tensor:
-        """int64: the last occurrence of each entry."""
-        order, starts = self.group()
-        if self.n == 0:
-            return order
-        return order[(starts[1 : self.n + 1] - 1).clamp_(0, self.n - 1)]
+        """int32: the last occurrence of each entry."""
+        if self.first is self.entry_of:  # each is the only one
+            return self.entry_of
+        last = torch.zeros(self.n, dtype=torch.int32, device=self.device)
+        self._run(dedup.last_kernel, ELEMENTS, (self.n, self.entry_of, last), (ELEMENTS,), warps=8)
+        return last
 
     # ---- find ----
 
@@ -239,7 +246,7 @@ class Batch:
         Changes nothing."""
         slots = self._new(torch.int32)
         for one in self.layout.classes:
-            self._find(one, slots, codes, None, None, write=False, scored=False)
+            self._find(one, slots, codes, None, None, write=False, marked=False)
         return slots
 
     def _find(
@@ -251,7 +258,7 @@ class Batch:
         following: torch.Tensor | None,
         *,
         write: bool,
-        scored: bool,
+        marked: bool,
     ) -> None:
         layout, any_pointer = self.layout, self.ids
         known = None
@@ -287,7 +294,7 @@ class Batch:
                 one.strategy,
                 write,
                 codes is not None,
-                scored,
+                marked,
                 known is not None,
             ),
         )
@@ -300,10 +307,11 @@ class Batch:
         codes: torch.Tensor | None,
         counts: torch.Tensor | None,
         train: bool,
-        scored: bool,
+        marked: bool,
         keep_evicted: bool,
     ) -> None:
-        """Find all entries, score the hits, insert the others: fills ``slots`` and ``fresh``."""
+        """Find all entries, score the hits, insert the others: fills ``slots`` and ``fresh``.
+        ``marked``: slots are in use that the batch's score does not tell; see ``start_batch``."""
         layout, space = self.layout, self.space
         found, following, choice = space.found, space.following, space.choice
         # Some pointer where nothing is kept.
@@ -316,14 +324,15 @@ class Batch:
             counting = one.strategy in (LFU_STRATEGY, PAIR_STRATEGY)
             if counting and counts is None:
                 counts = self.occurrences(None)
-            self._find(one, found, codes, counts, following, write=True, scored=scored)
             direct = one.wide or self.n > CROWDED * one.fewest_buckets
+            marks = marked or direct
+            self._find(one, found, codes, counts, following, write=True, marked=marks)
             if direct:
                 victims = torch.zeros(self.n, dtype=torch.uint8, device=self.device)
                 for t in one.members:
-                    self._place_sorted(t, one, found, choice, victims)
+                    place_sorted(self, t, one, found, choice, victims)
             else:
-                victims = self._place(one, found, following, choice)
+                victims = self._place(one, found, following, choice, marked)
             pointers = self.ids
             self._run_entries(
                 insert.commit_kernel,
@@ -362,7 +371,12 @@ class Batch:
             )
 
     def _place(
-        self, one: TableClass, found: torch.Tensor, following: torch.Tensor, choice: torch.Tensor
+        self,
+        one: TableClass,
+        found: torch.Tensor,
+        following: torch.Tensor,
+        choice: torch.Tensor,
+        marked: bool,
     ) -> torch.Tensor:
         """Slots from the buckets' lists; returns the victims that ``choice`` refers to."""
         layout, space = self.layout, self.space
@@ -406,52 +420,11 @@ class Batch:
                 space.capacity,
                 victims,
             ),
-            (one.width, padded, rows, self.one, layout.one_class),
+            (one.width, padded, rows, self.one, layout.one_class, marked),
             warps=1,
             device=self.device,
         )
         return victims
-
-    def _place_sorted(
-        self,
-        t: int,
-        one: TableClass,
-        found: torch.Tensor,
-        choice: torch.Tensor,
-        victims: torch.Tensor,
-    ) -> None:
-        """The same slots by sorting, for buckets that are wide or get many newcomers. Waits for the
-        device."""
-        table = self.layout.owners[t]
-        used = int(self.count)
-        missing = found[:used] == SLOT_GONE
-        if not self.one:
-            missing &= self.tables[:used] == t
-        entries = missing.nonzero().squeeze(1)
-        if len(entries) == 0:
-            return
-        bucket, order = torch.sort(table.buckets_of(self.ids[entries]), stable=True)
-        entries = entries[order]
-        rank = torch.arange(len(bucket), device=self.device) - torch.searchsorted(bucket, bucket)
-        empty = table.digests == 0
-        free, free_start, free_count = _by_bucket(empty.nonzero().squeeze(1), one.width, table)
-        takes = rank < free_count[bucket]
-        at = (free_start[bucket] + rank).clamp(max=max(len(free) - 1, 0))
-        slot = torch.full_like(bucket, SLOT_FAILED)
-        if len(free):
-            slot = torch.where(takes, free[at], slot)
-        evicts = torch.zeros_like(takes)
-        if one.strategy != NO_EVICTION_STRATEGY:
-            candidates = (~empty & ~table.touched_slots()).nonzero().squeeze(1)
-            by_score = torch.sort(table.scores[candidates] ^ -(2**63), stable=True).indices
-            old, old_start, old_count = _by_bucket(candidates[by_score], one.width, table)
-            rank = rank - free_count[bucket]
-            evicts = ~takes & (rank < old_count[bucket])
-            at = (old_start[bucket] + rank).clamp(0, max(len(old) - 1, 0))
-            if len(old):
-                slot = torch.where(evicts, old[at], slot)
-        choice[entries] = slot.to(torch.int32)
-        victims[entries] = evicts.to(torch.uint8)
 
     # ---- rows ----
 
@@ -559,12 +532,3 @@ class Batch:
             (ELEMENTS, self.one),
             warps=8,
         )
-
-
-def _by_bucket(
-    slots: torch.Tensor, width: int, table: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(slots grouped by bucket in their order, where each bucket starts, how many it has)."""
-    bucket, order = torch.sort(torch.div(slots, width, rounding_mode="floor"), stable=True)
-    counts = torch.bincount(bucket, minlength=table.buckets)
-    return slots[order], torch.cumsum(counts, 0) - counts, counts

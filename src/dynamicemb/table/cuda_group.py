@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from dynamicemb.errors import UsageError
-from dynamicemb.kernels import find, rows
-from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
-from dynamicemb.options import DynamicEmbPoolingMode
+from dynamicemb.kernels import find
+from dynamicemb.kernels.launch import aligned, blocks, launch
 from dynamicemb.table import cuda_gradients
+from dynamicemb.table import cuda_reading as reading
 from dynamicemb.table.cuda_batch import LANES, SLOT_GONE, SLOT_REJECTED, Batch
 from dynamicemb.table.cuda_gradients import UNPOOLED, sums_per_entry
-from dynamicemb.table.cuda_layout import Layout, TableClass, bits, to_device
+from dynamicemb.table.cuda_layout import Layout, TableClass, to_device
 from dynamicemb.table.cuda_replay import Replay
+from dynamicemb.table.cuda_streams import Entrance
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.numbers import NO_EVICTION_STRATEGY, TYPES
 from dynamicemb.table.rows import Bounds, Kept, Lookup, Pooling, Rows, SummedGradients, Written
@@ -26,70 +26,14 @@ if TYPE_CHECKING:
     from dynamicemb.table.cuda import CudaTable
 
 
-#: Columns from which rows are found and copied in one launch, and the numbers of its rows that one
-#: program copies. Measured on an H200.
-LONG_ROW = 16 if INTERPRETED else 128
-FOUND_TILE = 4096 if INTERPRETED else 1024
-
-
 @dataclass
 class CudaLookup(Lookup):
     """A batch, and how often each table had changed when it was looked up."""
 
     batch: Batch
     changes: list[int]
+    stream: int | None  # that used it last
     evicted: list[Rows] | None = None  # of each table
-    features: dict[Any, Any] = field(default_factory=dict)
-
-
-class _Entrance:
-    """While it is entered, the tables are locked and in order with the current stream, and their
-    layout is as they are now. The thread that is inside may enter again."""
-
-    def __init__(self, tables: Sequence[CudaTable], layout: Layout) -> None:
-        self._tables, self._layout = tables, layout
-        self._locks = [table.lock for table in sorted(tables, key=id)]
-        self._cuda = layout.device.type == "cuda"
-        self._thread = self._depth = 0
-        self._device_before = -1
-
-    def __enter__(self) -> Layout:
-        thread = threading.get_ident()
-        if self._thread == thread:
-            self._depth += 1
-            return self._layout
-        for lock in self._locks:
-            lock.acquire()
-        self._thread, self._depth = thread, 1
-        try:
-            if self._cuda:
-                self._order_streams()
-            self._layout.refresh()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._layout
-
-    def _order_streams(self) -> None:
-        index = self._layout.device.index
-        if torch.cuda.current_device() != index:
-            self._device_before = torch.cuda.current_device()
-            torch.cuda.set_device(index)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        for table in self._tables:
-            if table.stream != stream:
-                table.enter()
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        self._thread = 0
-        if self._device_before >= 0:
-            before, self._device_before = self._device_before, -1
-            torch.cuda.set_device(before)
-        for lock in self._locks:
-            lock.release()
 
 
 class CudaTableGroup(TableGroup):
@@ -101,7 +45,7 @@ class CudaTableGroup(TableGroup):
         self.device = self.layout.device
         self._replay = Replay(self.layout)
         self._admits = any(table.admit_strategy is not None for table in self.tables)
-        self._entered = _Entrance(self.tables, self.layout)
+        self._entered = Entrance(self.tables, self.layout)
 
     def _bounds(self, bounds: Bounds | None) -> torch.Tensor | None:
         if self.layout.tables == 1 or bounds is None:
@@ -126,7 +70,7 @@ class CudaTableGroup(TableGroup):
                     blocks(len(ids), LANES),
                     (
                         ids,
-                        *_pointer_and_step(layout, bounds),
+                        *reading.pointer_and_step(layout, bounds),
                         len(ids),
                         layout.meta,
                         layout.tables,
@@ -151,7 +95,7 @@ class CudaTableGroup(TableGroup):
         """Rows of slots of the only table."""
         with self._entered as layout:
             (one,) = layout.classes
-            self._gather(
+            reading.gather(
                 layout, one, slots, None, None, out, TYPES[out.dtype], missing=missing, side=None
             )
 
@@ -159,167 +103,13 @@ class CudaTableGroup(TableGroup):
         """Rows of ids of the only table, and their slots (-1: the missing value); no output dtype
         but the table's."""
         with self._entered as layout:
-            if not self._one_launch(layout):
+            if not reading.one_launch(layout):
                 slots = self.find_slots(ids, None)
                 self.gather(slots, out, missing=True)
                 return slots
             slots = torch.empty(len(ids), dtype=torch.int32, device=self.device)
-            self._find_and_copy(layout, ids, None, out, TYPES[out.dtype], slots)
+            reading.find_and_copy(layout, ids, None, out, TYPES[out.dtype], slots)
             return slots
-
-    def _one_launch(self, layout: Layout) -> bool:
-        """Whether finding and copying together is the faster way: for long rows."""
-        return all(not one.wide and one.columns >= LONG_ROW for one in layout.classes)
-
-    def _find_and_copy(
-        self,
-        layout: Layout,
-        ids: torch.Tensor,
-        bounds: torch.Tensor | None,
-        out: torch.Tensor,
-        type_: int,
-        slots: torch.Tensor | None,
-    ) -> None:
-        """Rows of ids, found and copied in one launch per class."""
-        for one in layout.classes:
-            block = max(1, FOUND_TILE // one.columns)
-            launch(
-                find.find_rows_kernel,
-                blocks(len(ids), block),
-                (
-                    ids,
-                    *_pointer_and_step(layout, bounds),
-                    len(ids),
-                    layout.meta,
-                    layout.floats,
-                    layout.tables,
-                    one.number,
-                    ids if slots is None else slots,
-                    bits(out),
-                    out.stride(0),
-                ),
-                (
-                    one.width,
-                    one.line,
-                    one.dim,
-                    one.columns,
-                    one.stride,
-                    one.type,
-                    type_,
-                    block,
-                    layout.tables == 1,
-                    layout.one_class,
-                    slots is not None,
-                ),
-                warps=1,
-                device=self.device,
-            )
-
-    def _gather(
-        self,
-        layout: Layout,
-        one: TableClass,
-        slots: torch.Tensor,
-        entry_of: torch.Tensor | None,
-        bounds: torch.Tensor | None,
-        out: torch.Tensor,
-        type_: int,
-        *,
-        missing: bool,
-        side: torch.Tensor | None,
-    ) -> None:
-        count = len(out)
-        block = max(1, (16384 if INTERPRETED else 2048) // one.columns)
-        launch(
-            rows.gather_kernel,
-            blocks(count, block),
-            (
-                slots,
-                slots if entry_of is None else entry_of,
-                *_pointer_and_step(layout, bounds),
-                count,
-                layout.meta,
-                layout.floats,
-                layout.tables,
-                one.number,
-                bits(out) if side is None else bits(side),
-                bits(out),
-                out.stride(0),
-            ),
-            (
-                one.dim,
-                one.columns,
-                one.stride,
-                one.type,
-                type_,
-                block,
-                layout.tables == 1,
-                layout.one_class,
-                entry_of is not None,
-                missing,
-                side is not None,
-            ),
-            warps=1,
-            device=self.device,
-        )
-
-    def _pool(
-        self,
-        layout: Layout,
-        slots: torch.Tensor,
-        entry_of: torch.Tensor | None,
-        pooling: Pooling,
-        out: torch.Tensor,
-        count: int,
-        *,
-        missing: bool,
-        sides: Mapping[tuple[int, int], torch.Tensor],
-    ) -> None:
-        tables, columns = layout.feature_arrays(pooling.features)
-        bags = len(tables) * pooling.batch_size
-        assert pooling.offsets is not None
-        for one in layout.classes:
-            side = sides.get((one.dim, one.type))
-            block = max(1, (4096 if INTERPRETED else 256) // one.columns)
-            launch(
-                rows.pool_kernel,
-                blocks(bags, block),
-                (
-                    slots,
-                    slots if entry_of is None else entry_of,
-                    aligned(pooling.offsets),
-                    tables,
-                    columns,
-                    out if pooling.weights is None else aligned(pooling.weights),
-                    bags,
-                    pooling.batch_size,
-                    count,
-                    layout.meta,
-                    layout.floats,
-                    layout.tables,
-                    one.number,
-                    bits(out) if side is None else bits(side),
-                    bits(out),
-                    out.stride(0),
-                ),
-                (
-                    one.dim,
-                    one.columns,
-                    one.stride,
-                    one.type,
-                    TYPES[pooling.dtype],
-                    block,
-                    2 if INTERPRETED else 4,
-                    layout.one_class,
-                    entry_of is not None,
-                    missing,
-                    side is not None,
-                    pooling.mode is DynamicEmbPoolingMode.MEAN,
-                    pooling.weights is not None,
-                ),
-                warps=1,
-                device=self.device,
-            )
 
     def evaluate(
         self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
@@ -327,15 +117,15 @@ class CudaTableGroup(TableGroup):
         ids = aligned(ids)
         limits = self._bounds(bounds)
         with self._entered as layout:
-            if not pooling.pooled and self._one_launch(layout):
-                self._find_and_copy(layout, ids, limits, out, TYPES[pooling.dtype], None)
+            if not pooling.pooled and reading.one_launch(layout):
+                reading.find_and_copy(layout, ids, limits, out, TYPES[pooling.dtype], None)
                 return
             slots = self.find_slots(ids, limits)
             if pooling.pooled:
-                self._pool(layout, slots, None, pooling, out, len(ids), missing=True, sides={})
+                reading.pool(layout, slots, None, pooling, out, len(ids), missing=True, sides={})
                 return
             for one in layout.classes:
-                self._gather(
+                reading.gather(
                     layout, one, slots, None, limits, out, TYPES[pooling.dtype],
                     missing=True, side=None,
                 )  # fmt: skip
@@ -383,7 +173,8 @@ class CudaTableGroup(TableGroup):
                 table.advance_step()
             for table, failed in zip(strict, before, strict=True):
                 table.report_failures(failed, batch.n)
-            return CudaLookup(batch, [table.changes for table in self.tables], evicted)
+            changes = [table.changes for table in self.tables]
+            return CudaLookup(batch, changes, self.layout.stream, evicted)
 
     def _may_grow(self, ids: torch.Tensor) -> bool:
         return any(table.growth_possible(ids.shape[0]) for table in self.tables)
@@ -441,7 +232,7 @@ class CudaTableGroup(TableGroup):
                 codes=codes,
                 counts=totals,
                 train=train,
-                scored=True,
+                marked=layout.marked or bool(protect) or hold is not None,
                 keep_evicted=keep_evicted or layout.logged,
             )
             if layout.logged:
@@ -543,6 +334,9 @@ class CudaTableGroup(TableGroup):
     def _refreshed(self, lookup: Lookup) -> Batch:
         """The batch of a lookup with the slots as they are now."""
         assert isinstance(lookup, CudaLookup)
+        if lookup.stream != self.layout.stream:
+            lookup.stream = self.layout.stream
+            lookup.batch.used_elsewhere()
         changes = [table.changes for table in self.tables]
         if changes != lookup.changes and lookup.batch.n:
             lookup.batch.slots = lookup.batch.locate(lookup.batch.slots)
@@ -555,13 +349,13 @@ class CudaTableGroup(TableGroup):
             if batch.n == 0 and not pooling.pooled:
                 return
             if pooling.pooled:
-                self._pool(
+                reading.pool(
                     layout, batch.slots, batch.entry_of, pooling, out, batch.n,
                     missing=False, sides=batch.sides,
                 )  # fmt: skip
                 return
             for one in layout.classes:
-                self._gather(
+                reading.gather(
                     layout, one, batch.slots, batch.entry_of, batch.bounds, out,
                     TYPES[pooling.dtype], missing=False, side=batch.side_of(one),
                 )  # fmt: skip
@@ -636,8 +430,3 @@ class CudaTableGroup(TableGroup):
                     cuda_gradients.update(
                         layout, batch, UNPOOLED, gradient.contiguous(), clamp=False
                     )
-
-
-def _pointer_and_step(layout: Layout, bounds: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Bounds as kernels take them; some pointer where there are none."""
-    return (layout.meta, 1) if bounds is None else (bounds, bounds.stride(0))

@@ -13,6 +13,7 @@ from dynamicemb.kernels import layout as words
 from dynamicemb.kernels.dedup import DUMMIES
 from dynamicemb.kernels.launch import INTERPRETED, power_of_two
 from dynamicemb.optimizers import OptimizerKind
+from dynamicemb.table.cuda_streams import current_stream, record
 from dynamicemb.table.cuda_workspace import Numbers, Workspaces
 from dynamicemb.table.numbers import TYPES, initializer_numbers, strategy_number
 
@@ -91,6 +92,7 @@ class Layout:
         self._features: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: list[int] = []
         self.version = 0  # counts changes of addresses and numbers
+        self.stream = current_stream(self.device)  # that used this memory last
         self.refresh()
 
     def refresh(self) -> None:
@@ -126,6 +128,16 @@ class Layout:
             torch.tensor(floats, dtype=torch.float32, device="cpu").T.contiguous(), self.device
         )
 
+    def used_on(self, stream: int) -> None:
+        """The current stream, ``stream``, is another one than before."""
+        self.stream = stream
+        record((self.meta, self.floats, self.dummies))
+        record(
+            one.device_tensor for one in (self.batch_numbers, self.now_numbers, self.step_numbers)
+        )
+        record(tensor for pair in self._features.values() for tensor in pair)
+        self.workspaces.used_on(stream)
+
     def feature_arrays(self, features: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Per feature: its table, and the column where its output starts (int32)."""
         if features not in self._features:
@@ -146,8 +158,16 @@ class Layout:
         none = [0] * self.tables
         return [none, none, [table.mark for table in self.owners]]
 
+    #: Whether the slots that the last started batch uses must be marked: its score is not above all
+    #: others.
+    marked = True
+
     def start_batch(self, scores: Sequence[tuple[int, int]]) -> list[list[int]]:
         """The numbers of the next batch: the scores that it writes, and its marks."""
+        newest = [
+            table.takes_newest(score) for table, (score, _) in zip(self.owners, scores, strict=True)
+        ]
+        self.marked = not all(newest)
         return [
             [signed(score) for score, _ in scores],
             [signed(time) for _, time in scores],
@@ -176,12 +196,12 @@ def _shape(table: CudaTable) -> tuple[int, ...]:
         table.bucket_capacity,
         strategy_number(table.options),
         0 if table.rowless else table.dim,
-        table.rows.shape[1],
+        table.rows.stride(0),
         TYPES[table.dtype],
         int(numbers["mode"]),
         int(table.optimizer.kind),
         table.state_dim,
-        table.state.shape[1],
+        table.state.stride(0) if table.state_dim else 0,
     )
 
 

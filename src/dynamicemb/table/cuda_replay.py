@@ -60,7 +60,7 @@ class Replay:
         """The batch of a training step, found, inserted, with new rows initialised. No table grows
         or asks for admission. ``numbers``: of the batch."""
         layout, n = self._layout, ids.shape[0]
-        key = n, layout.version
+        key = n, layout.version, layout.marked
         space = layout.workspaces.take(n, key)
         if space.graph is None or space.graph.key != key:
             times = self._seen.pop(key, 0)
@@ -122,7 +122,7 @@ class Replay:
             self._works = False
             return False
         current.wait_stream(main)
-        space.graph = graph
+        space.set_graph(graph)
         return True
 
     def _insert_and_sort(
@@ -153,5 +153,6 @@ class BatchGraph:
 
 
 def _insert(batch: Batch) -> None:
-    batch.commit(codes=None, counts=None, train=True, scored=True, keep_evicted=False)
+    marked = batch.layout.marked
+    batch.commit(codes=None, counts=None, train=True, marked=marked, keep_evicted=False)
     batch.initialize(embeddings=True)

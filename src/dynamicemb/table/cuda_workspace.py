@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from dynamicemb.kernels import dedup
 from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
 from dynamicemb.kernels.launch import launch, power_of_two
+from dynamicemb.table.cuda_streams import record
 
 #: Words of ``work`` before those of the classes of tables; each count has 16 bytes to itself.
 COUNT, NEW, HOT_PARTS, CLASSES = 0, 4, 8, 12
@@ -62,8 +64,21 @@ class Workspace:
         self.starts = new(int32, capacity + 1)
         self.hot_base = new(int32)
         self.hot_entry = new(int32, hot_blocks(capacity))
+        self._streams: set[int] = set()  # that use it besides the one that made it
         self._cut: Cut | None = None
         self.graph: Any = None  # of launches in this workspace; see cuda_replay
+
+    def set_graph(self, graph: Any) -> None:
+        self.graph = graph
+        self._streams.clear()
+
+    def used_on(self, stream: int) -> None:
+        """The current stream, ``stream``, may use what another one made."""
+        if stream not in self._streams:
+            self._streams.add(stream)
+            record(one for one in vars(self).values() if isinstance(one, torch.Tensor))
+            if self.graph is not None:
+                record((self.graph.ids, self.graph.bounds))
 
     def cut(self, ids: int) -> Cut:
         """The arrays that are seen by the host as well, for a batch of ``ids``."""
@@ -98,6 +113,12 @@ class Workspaces:
     def __init__(self, tables: int, device: torch.device) -> None:
         self._tables, self._device = tables, device
         self._idle: list[Workspace] = []
+        self._all: weakref.WeakSet[Workspace] = weakref.WeakSet()
+
+    def used_on(self, stream: int) -> None:
+        """The current stream, ``stream``, may use all of them."""
+        for one in list(self._all):
+            one.used_on(stream)
 
     def take(self, ids: int, key: Any = None) -> Workspace:
         """A workspace for a batch of ``ids``; one with a graph of that key if there is one."""
@@ -109,7 +130,9 @@ class Workspaces:
                 return one
             except ValueError:  # another thread took it
                 continue
-        return Workspace(_rounded(ids), self._tables, self._device)
+        made = Workspace(_rounded(ids), self._tables, self._device)
+        self._all.add(made)
+        return made
 
     def give_back(self, one: Workspace) -> None:
         self._idle.append(one)

@@ -41,4 +41,4 @@ class Expiry:
         now = table.step - 1 if self._stepped else table.get_score()
         if now > self._ttl:
             slots = max(MIN_SLOTS, -(-table.capacity // self.sweep))
-            table.expire(now - self._ttl, slots=slots)
+            table.sweep(now - self._ttl, slots=slots)

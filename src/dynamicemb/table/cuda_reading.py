@@ -1,0 +1,179 @@
+"""Rows out of the tables of a group: copied, found and copied at once, added to bags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dynamicemb.kernels import find, rows
+from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
+from dynamicemb.options import DynamicEmbPoolingMode
+from dynamicemb.table.cuda_layout import Layout, TableClass, bits
+from dynamicemb.table.numbers import TYPES
+from dynamicemb.table.rows import Pooling
+
+#: Columns from which rows are found and copied in one launch, and the numbers of its rows that one
+#: program copies. Measured on an H200.
+LONG_ROW = 16 if INTERPRETED else 128
+FOUND_TILE = 4096 if INTERPRETED else 1024
+
+
+def one_launch(layout: Layout) -> bool:
+    """Whether finding and copying together is the faster way: for long rows."""
+    return all(not one.wide and one.columns >= LONG_ROW for one in layout.classes)
+
+
+def find_and_copy(
+    layout: Layout,
+    ids: torch.Tensor,
+    bounds: torch.Tensor | None,
+    out: torch.Tensor,
+    type_: int,
+    slots: torch.Tensor | None,
+) -> None:
+    """Rows of ids, found and copied in one launch per class."""
+    for one in layout.classes:
+        block = max(1, FOUND_TILE // one.columns)
+        launch(
+            find.find_rows_kernel,
+            blocks(len(ids), block),
+            (
+                ids,
+                *pointer_and_step(layout, bounds),
+                len(ids),
+                layout.meta,
+                layout.floats,
+                layout.tables,
+                one.number,
+                ids if slots is None else slots,
+                bits(out),
+                out.stride(0),
+            ),
+            (
+                one.width,
+                one.line,
+                one.dim,
+                one.columns,
+                one.stride,
+                one.type,
+                type_,
+                block,
+                layout.tables == 1,
+                layout.one_class,
+                slots is not None,
+            ),
+            warps=1,
+            device=layout.device,
+        )
+
+
+def gather(
+    layout: Layout,
+    one: TableClass,
+    slots: torch.Tensor,
+    entry_of: torch.Tensor | None,
+    bounds: torch.Tensor | None,
+    out: torch.Tensor,
+    type_: int,
+    *,
+    missing: bool,
+    side: torch.Tensor | None,
+) -> None:
+    count = len(out)
+    block = max(1, (16384 if INTERPRETED else 2048) // one.columns)
+    launch(
+        rows.gather_kernel,
+        blocks(count, block),
+        (
+            slots,
+            slots if entry_of is None else entry_of,
+            *pointer_and_step(layout, bounds),
+            count,
+            layout.meta,
+            layout.floats,
+            layout.tables,
+            one.number,
+            bits(out) if side is None else bits(side),
+            bits(out),
+            out.stride(0),
+        ),
+        (
+            one.dim,
+            one.columns,
+            one.stride,
+            one.type,
+            type_,
+            block,
+            layout.tables == 1,
+            layout.one_class,
+            entry_of is not None,
+            missing,
+            side is not None,
+        ),
+        warps=1,
+        device=layout.device,
+    )
+
+
+def pool(
+    layout: Layout,
+    slots: torch.Tensor,
+    entry_of: torch.Tensor | None,
+    pooling: Pooling,
+    out: torch.Tensor,
+    count: int,
+    *,
+    missing: bool,
+    sides: Mapping[tuple[int, int], torch.Tensor],
+) -> None:
+    tables, columns = layout.feature_arrays(pooling.features)
+    bags = len(tables) * pooling.batch_size
+    assert pooling.offsets is not None
+    for one in layout.classes:
+        side = sides.get((one.dim, one.type))
+        block = max(1, (4096 if INTERPRETED else 256) // one.columns)
+        launch(
+            rows.pool_kernel,
+            blocks(bags, block),
+            (
+                slots,
+                slots if entry_of is None else entry_of,
+                aligned(pooling.offsets),
+                tables,
+                columns,
+                out if pooling.weights is None else aligned(pooling.weights),
+                bags,
+                pooling.batch_size,
+                count,
+                layout.meta,
+                layout.floats,
+                layout.tables,
+                one.number,
+                bits(out) if side is None else bits(side),
+                bits(out),
+                out.stride(0),
+            ),
+            (
+                one.dim,
+                one.columns,
+                one.stride,
+                one.type,
+                TYPES[pooling.dtype],
+                block,
+                2 if INTERPRETED else 4,
+                layout.one_class,
+                entry_of is not None,
+                missing,
+                side is not None,
+                pooling.mode is DynamicEmbPoolingMode.MEAN,
+                pooling.weights is not None,
+            ),
+            warps=1,
+            device=layout.device,
+        )
+
+
+def pointer_and_step(layout: Layout, bounds: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Bounds as kernels take them; some pointer where there are none."""
+    return (layout.meta, 1) if bounds is None else (bounds, bounds.stride(0))
