@@ -31,6 +31,7 @@ ELEMENTS = 256
 CLAIMED = 256 if INTERPRETED else 32
 NUMBERED = 512
 COMMITTED = 512
+PLACE_WARPS = COMMIT_WARPS = 4
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
 PERSISTENT = 2 if INTERPRETED else 132 * 16
@@ -367,7 +368,7 @@ class Batch:
                     keep_evicted,
                     direct,
                 ),
-                warps=4,
+                warps=COMMIT_WARPS,
             )
 
     def _place(
@@ -399,7 +400,7 @@ class Batch:
                 space.capacity,
             ),
             (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy),
-            warps=4,
+            warps=PLACE_WARPS,
         )
         if one.strategy == NO_EVICTION_STRATEGY:
             return victims
