@@ -189,7 +189,11 @@ class _Numpy(Format):
         except zipfile.BadZipFile as error:
             raise _damaged(path, error) from error
         with archive:
-            yield _NumpyReader(archive, path)
+            try:
+                reader = _NumpyReader(archive, path)
+            except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+                raise _damaged(path, error) from error
+            yield reader
 
 
 class _NumpyReader(Reader):

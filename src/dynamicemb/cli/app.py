@@ -14,6 +14,7 @@ from dynamicemb.errors import DynamicEmbError
 COMMANDS = {
     "train": ("dynamicemb.cli.train", "train a click model with dynamic tables, and report on it"),
     "inspect": ("dynamicemb.cli.inspect", "show the tables of a checkpoint, or rows of it"),
+    "verify": ("dynamicemb.cli.verify", "compare every checksum of checkpoints, and more"),
     "serve": ("dynamicemb.cli.serve", "answer lookups in a checkpoint over HTTP, and follow it"),
 }
 MISTAKE = 2

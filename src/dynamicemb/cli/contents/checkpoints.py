@@ -197,6 +197,10 @@ class CheckpointContent(Content):
             except CheckpointError as error:
                 yield Damage(str(error), place, table.label)
 
+    def entry(self, table: TableInfo) -> tuple[TableEntry, tuple[Shard, ...]]:
+        """The table in the manifest, and the shards of it that ``table`` has."""
+        return self._entries[table.key]
+
     def _folder(self, table: TableInfo) -> str:
         return self.reader.manifest.collections[table.collection].folder
 

@@ -24,6 +24,11 @@ _STEP = re.compile(r"step-\d+")
 _STRATEGIES = tuple(one.lower() for one in DynamicEmbScoreStrategy.__members__)
 
 
+class NothingToReadError(InvalidArgumentError):
+    """The path is not one of tables, or not of the tables that were asked for: nothing is damaged,
+    the command is mistaken."""
+
+
 def _column(name: str, value: str) -> str:
     called, _, column = value.partition("=")
     if called not in NAMES or not column:
@@ -63,12 +68,15 @@ def open_content(path: str, options: ReadOptions) -> Content:
     """The content of a path, with the tables that the options choose. Raises ``DynamicEmbError``,
     in one line, if there is nothing that can be read."""
     if not os.path.lexists(path):
-        raise InvalidArgumentError(f"{path} does not exist")
+        raise NothingToReadError(f"{path} does not exist")
     content = _open(path, options)
     try:
-        content.choose(options.table, options.rank)
+        try:
+            content.choose(options.table, options.rank)
+        except InvalidArgumentError as error:
+            raise NothingToReadError(str(error)) from None
         if not content.tables:
-            raise InvalidArgumentError(f"{path} has no table; {'; '.join(content.notes)}")
+            raise NothingToReadError(f"{path} has no table; {'; '.join(content.notes)}")
     except BaseException:
         content.close()
         raise
@@ -80,7 +88,7 @@ def _open(path: str, options: ReadOptions) -> Content:
     if not os.path.isdir(path):
         if is_table_file(Path(path)):
             return FileContent(path, [Path(path)], columns)
-        raise InvalidArgumentError(
+        raise NothingToReadError(
             f"{path} is a file; allowed: a folder, or a file that ends in {', '.join(SUFFIXES)}"
         )
     run = newest_of_run(path)
@@ -110,7 +118,7 @@ def _open(path: str, options: ReadOptions) -> Content:
     files = sorted(one for one in Path(path).iterdir() if is_table_file(one))
     if files:
         return FileContent(path, files, columns)
-    raise InvalidArgumentError(_nothing(path, [] if older is None else older.notes))
+    raise NothingToReadError(_nothing(path, [] if older is None else older.notes))
 
 
 def _one_embedding(path: str, options: ReadOptions) -> Content | None:

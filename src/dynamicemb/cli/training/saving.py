@@ -73,7 +73,7 @@ class Checkpoints:
         """Those whose state is whole, the newest first, without their tables."""
         for path in self.found():
             try:
-                yield path, _read_state(path)
+                yield path, read_state(path)
             except CheckpointError as error:
                 logger.warning("%s is left out: %s", path, error)
 
@@ -92,7 +92,8 @@ def load_tables(path: Path, model: nn.Module, *, counter: bool) -> None:
     DynamicEmbLoad(path / "tables", model, optim=True, counter=counter, clear=True, progress=False)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint keeps beside its tables, if it is what was written."""
     file = path / "run.pt"
     try:
         expected = (path / "run.sha256").read_text()
