@@ -42,15 +42,16 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
 
 size_t Batch::chunks() const { return (n_ + kChunk - 1) / kChunk; }
 
-uint32_t Batch::partition_of(uint64_t hash) const {
-  return static_cast<uint32_t>(bucket_of(hash, table_->buckets_) >> partition_shift_);
-}
-
 void Batch::count_chunk(size_t chunk) {
   if (partitions_ == 1) return;
-  uint32_t* counts = histogram_.data() + chunk * partitions_;
+  uint32_t* counts = histogram_of(chunk);
   const size_t end = std::min(n_, (chunk + 1) * kChunk);
-  for (size_t i = chunk * kChunk; i < end; ++i) ++counts[partition_of(hash_id(ids_[i]))];
+  for (size_t i = chunk * kChunk; i < end; ++i) {
+    const uint64_t bucket = bucket_of(hash_id(ids_[i]), table_->buckets_);
+    const auto partition = static_cast<uint32_t>(bucket >> partition_shift_);
+    entry_at_[i] = partition;  // for scatter_chunk
+    ++counts[partition];
+  }
 }
 
 void Batch::plan_partitions() {
@@ -63,7 +64,9 @@ void Batch::plan_partitions() {
     partition_shift_ = std::countr_zero(buckets_each);
     partitions_ = (buckets + buckets_each - 1) / buckets_each;
     parts_.assign(partitions_, {});
-    histogram_.assign(std::max<size_t>(1, chunks()) * partitions_, 0);
+    constexpr size_t kCounts = std::size(Counts{}.of_partition);
+    chunk_counts_ = (partitions_ + kCounts - 1) / kCounts;
+    histogram_.assign(std::max<size_t>(1, chunks()) * chunk_counts_, {});
     return;
   }
   // After counting: offsets per (partition, chunk), in that order.
@@ -74,7 +77,7 @@ void Batch::plan_partitions() {
       offset = static_cast<uint32_t>(n_);
     } else {
       for (size_t chunk = 0; chunk < chunks(); ++chunk) {
-        uint32_t& cell = histogram_[chunk * partitions_ + p];
+        uint32_t& cell = histogram_of(chunk)[p];
         const uint32_t count = cell;
         cell = offset;
         offset += count;
@@ -86,17 +89,18 @@ void Batch::plan_partitions() {
 
 void Batch::scatter_chunk(size_t chunk) {
   const size_t end = std::min(n_, (chunk + 1) * kChunk);
-  std::fill(entry_at_ + chunk * kChunk, entry_at_ + end, kNoSlot);  // find() sets the first ones
   if (partitions_ == 1) {
     for (size_t i = chunk * kChunk; i < end; ++i) {
       part_ids_[i] = ids_[i];
       part_positions_[i] = static_cast<uint32_t>(i);
+      entry_at_[i] = kNoSlot;
     }
     return;
   }
-  uint32_t* offsets = histogram_.data() + chunk * partitions_;
+  uint32_t* offsets = histogram_of(chunk);
   for (size_t i = chunk * kChunk; i < end; ++i) {
-    const uint32_t to = offsets[partition_of(hash_id(ids_[i]))]++;
+    const uint32_t to = offsets[entry_at_[i]]++;
+    entry_at_[i] = kNoSlot;  // find() sets the first ones
     part_ids_[to] = ids_[i];
     part_positions_[to] = static_cast<uint32_t>(i);
   }
@@ -167,9 +171,8 @@ void Batch::find(size_t partition) {
 void Batch::locate(size_t partition) {
   Partition& p = parts_[partition];
   table_->find(entry_ids_ + p.begin, p.unique, 1, entry_slots_ + p.begin);
-  p.missing = 0;
-  for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
-    p.missing += entry_slots_[entry] == kNoSlot;
+  p.missing = static_cast<uint32_t>(
+      std::count(entry_slots_ + p.begin, entry_slots_ + p.begin + p.unique, kNoSlot));
 }
 
 // ---- admission and growth ----

@@ -105,7 +105,12 @@ class Batch {
   struct Span {
     uint32_t begin, end;
   };
-  struct Partition {
+  // What threads write at the same time lies in different pairs of lines: processors fetch two.
+  static constexpr size_t kLines = 128;
+  struct alignas(kLines) Counts {
+    uint32_t of_partition[kLines / sizeof(uint32_t)] = {};
+  };
+  struct alignas(kLines) Partition {
     uint32_t begin = 0, end = 0;  // occurrences
     uint32_t unique = 0;          // entries used from `begin` on
     uint32_t missing = 0;
@@ -117,7 +122,7 @@ class Batch {
     std::vector<uint32_t> inserted;  // unique entries, for numbered rows
   };
 
-  uint32_t partition_of(uint64_t hash) const;
+  uint32_t* histogram_of(size_t chunk) { return histogram_[chunk * chunk_counts_].of_partition; }
   void update_hit(uint32_t entry, uint32_t slot, const BatchScore& score);
   void write_given(uint32_t entry, uint32_t slot, bool fresh);
   // The given rows to their slots; missed[i]: the i-th entry of the partition is new.
@@ -142,9 +147,10 @@ class Batch {
   uint64_t found_at_ = 0;  // the table's change count when the ids were looked up
 
   size_t partitions_ = 1;
-  int partition_shift_ = 0;          // log2 of the buckets per partition
-  std::vector<uint32_t> histogram_;  // chunk-major
-  Scratch memory_;                   // of the arrays below
+  int partition_shift_ = 0;        // log2 of the buckets per partition
+  size_t chunk_counts_ = 1;        // elements of histogram_ per chunk
+  std::vector<Counts> histogram_;  // counts of a chunk, then of the next
+  Scratch memory_;                 // of the arrays below
   std::vector<Partition> parts_;
   uint64_t* part_ids_ = nullptr;
   uint32_t* part_positions_ = nullptr;
