@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from markdown_blocks import ROOT
@@ -97,12 +98,25 @@ def test_the_api_has_every_public_name(site: Path, module: str) -> None:
     assert set(importlib.import_module(module).__all__) - shown == set()
 
 
-def test_drawings_are_what_their_program_draws() -> None:
-    spec = importlib.util.spec_from_file_location("drawing", ROOT / "docs" / "drawing.py")
+def program(path: str) -> ModuleType:
+    """A program of the repository, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
-    for name, draw in drawing.DRAWINGS.items():
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_drawings_are_what_their_program_draws() -> None:
+    for name, draw in program("docs/drawing.py").DRAWINGS.items():
         file = ROOT / "docs" / "pictures" / f"{name}.svg"
         assert file.read_text() == draw().svg(), "python docs/drawing.py"
+
+
+def test_numbers_are_those_of_the_results() -> None:
+    tables = program("benchmarks/tables.py")
+    for document in tables.DOCUMENTS:
+        text = document.read_text()
+        assert "<!-- table:" in text
+        assert text == tables.filled(text), "python benchmarks/tables.py"
