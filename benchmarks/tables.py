@@ -88,9 +88,9 @@ def summary() -> str:
         ("unpooled forward", "F.embedding"),
         ("unpooled forward", "TorchRec MCH"),
         ("pooled forward", "FBGEMM TBE SUM"),
-        ("training", "FBGEMM TBE, bags of 1"),
-        ("training", "SparseAdam"),
-        ("training", "TFRA"),
+        ("train", "FBGEMM TBE, bags of 1"),
+        ("train", "SparseAdam"),
+        ("train", "TFRA"),
     )
 
     def wanted(row: dict[str, Any]) -> bool:
