@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-WAIT_S = 120.0  # the machine may be busy
+WAIT_S = 600.0  # the machine may be busy, or its processes stopped for a while
+PATIENT = f"timeout={WAIT_S:.0f}s"  # the option of a URL
 
 
 def binary(name: str = "redis-server") -> str:
@@ -58,6 +59,10 @@ class RedisServer:
         return os.path.join(self.folder, "redis.sock")
 
     def url(self, rest: str = "", *, scheme: str = "redis", user: str = "", port: int = 0) -> str:
+        """The server's URL; with ``rest``, a database and options. Its timeout is one that never
+        comes, unless ``rest`` has another."""
+        if "timeout=" not in rest:
+            rest += f"{'&&' if '?' in rest else '?'}{PATIENT}"
         return f"{scheme}://{user}127.0.0.1:{port or self.port}/{rest}"
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 def run(*arguments: str) -> str:
     """The standard output of Python with ``arguments``; fails with its errors."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -252,7 +252,7 @@ def test_a_manifest_that_lies(honest: Path, lie: str) -> None:
     LIES[lie](content)
     file.write_bytes(sealed(content))
     model = make_model()
-    start, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         with pytest.raises(CorruptCheckpointError):
             DynamicEmbLoad(honest, model, optim=True)
@@ -260,7 +260,7 @@ def test_a_manifest_that_lies(honest: Path, lie: str) -> None:
         file.write_bytes(good)
     assert [len(table) for table in model.tables] == [0, 0]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 * 1024  # KiB
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 60
 
 
 def test_the_honest_one_loads(honest: Path) -> None:

@@ -105,7 +105,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_goes_on(
     process = start(tmp_path, "--days", "300")
     until(process, "step 5,")
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 130, out
     assert "stopped with a checkpoint" in out
     assert (tmp_path / "report.html").exists()

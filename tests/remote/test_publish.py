@@ -28,7 +28,7 @@ def assert_equal(serving: PublishedTable, model: torch.nn.ModuleDict) -> None:
 
 
 def test_what_changed_is_published(server: RedisServer) -> None:
-    url = server.url("?timeout=60s")
+    url = server.url()
     model = model_of()
     serving = PublishedTable(url, "model.words.rows", 8)
     step(model, list(range(-50, 50)))
@@ -49,7 +49,7 @@ def test_what_changed_is_published(server: RedisServer) -> None:
 
 def test_a_failing_server_gets_the_rows_later(start: object) -> None:
     server = start()  # type: ignore[operator]
-    url = server.url("?retry_limit=0&timeout=60s")
+    url = server.url("?retry_limit=0")
     model = model_of()
     step(model, [1, 2, 3])
     publish(url, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from row_makers import FORMAT, IDS, make
 from dynamicemb.errors import StoreError
 from dynamicemb.tiers.remote.open import open_rows
 from dynamicemb.tiers.remote.rows import RemoteRows
-from redis_servers import WAIT_S, RedisServer, free_port
+from redis_servers import PATIENT, WAIT_S, RedisServer, free_port
 
 Start = Callable[..., RedisServer]
 
@@ -34,7 +34,7 @@ def check(rows: RemoteRows) -> None:
 
 
 def test_unix_socket(server: RedisServer) -> None:
-    check(open_rows(f"unix://{server.socket_path}?db=1", "t", FORMAT))
+    check(open_rows(f"unix://{server.socket_path}?db=1&&{PATIENT}", "t", FORMAT))
 
 
 def test_tls(start: Start, tmp_path: Path) -> None:
@@ -69,26 +69,64 @@ def test_tls(start: Start, tmp_path: Path) -> None:
         open_rows(strict, "t", FORMAT).pull(IDS)
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[RedisServer]]:
+    """Three nodes that know each other and share the slots out among them."""
+    buses = [str(free_port()) for _ in range(3)]
+    nodes = [RedisServer("--cluster-enabled", "yes", "--cluster-port", bus) for bus in buses]
+    for node, slots in zip(nodes, ((0, 5460), (5461, 10921), (10922, 16383)), strict=True):
+        node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", *slots)
+    for node, bus in zip(nodes[1:], buses[1:], strict=True):
+        nodes[0].client().execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+    for node in nodes:
+        wait_until(lambda node=node: node.client().cluster("INFO")["cluster_state"] == "ok")
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+def cluster_url(nodes: list[RedisServer], options: str) -> str:
+    hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes[:2])  # the third is found
+    return f"redis+cluster://{hosts}/?{PATIENT}&&chunk_size=100&&{options}"
+
+
 @pytest.mark.parametrize("layout", ["packed", "upstream"])
-def test_cluster(start: Start, layout: str) -> None:
-    buses = [str(free_port()) for _ in "ab"]
-    nodes = [start("--cluster-enabled", "yes", "--cluster-port", bus) for bus in buses]
-    first, second = (node.client() for node in nodes)
-    first.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8000)
-    second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8001, 16383)
-    first.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[1].port, buses[1])
-    for one in (first, second):
-        wait_until(lambda one=one: one.cluster("INFO")["cluster_state"] == "ok")
-    hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
-    options = f"?chunk_size=100&&timeout=60s&&prefix=m&&layout={layout}"
-    rows = open_rows(f"redis+cluster://{hosts}/{options}", "t", FORMAT)
+def test_cluster(cluster: list[RedisServer], layout: str) -> None:
+    url = cluster_url(cluster, f"prefix=m&&layout={layout}")
+    rows = open_rows(url, "t", FORMAT)
     ids = torch.arange(1000)
     rows.push(ids, make(ids))
-    assert min(first.dbsize(), second.dbsize()) > 0  # both have some
+    assert min(node.client().dbsize() for node in cluster) > 0  # all have some
     assert torch.equal(rows.pull(ids)[1], make(ids))
     rows.clear()
     check(rows)
-    check(open_rows(f"redis+cluster://{hosts}/{options}&&ttl=1h", "t2", FORMAT))
+    check(open_rows(f"{url}&&ttl=1h", "t2", FORMAT))
+
+
+def test_rows_of_a_cluster_are_found_after_their_slots_moved(cluster: list[RedisServer]) -> None:
+    rows = open_rows(cluster_url(cluster, "prefix=moving"), "t", FORMAT)
+    ids = torch.arange(256)  # in 256 different places
+    rows.push(ids, make(ids))
+    clients = [node.client() for node in cluster]
+    names = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
+    keys = clients[0].keys("{moving*")
+    assert keys
+    for key in keys:  # all that the first node has, to the second
+        slot = clients[0].execute_command("CLUSTER", "KEYSLOT", key)
+        clients[1].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        clients[0].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        clients[0].execute_command(
+            "MIGRATE", "127.0.0.1", cluster[1].port, key, 0, int(WAIT_S * 1000)
+        )
+        for client in (clients[1], clients[0], clients[2]):
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
+    assert clients[0].keys("{moving*") == []
+    found, values = rows.pull(ids)
+    assert bool(found.all())
+    assert torch.equal(values, make(ids))
+    rows.push(ids, make(ids, 1))
+    assert torch.equal(rows.pull(ids)[1], make(ids, 1))
+    rows.clear()
 
 
 SENTINEL = "sentinel monitor mymaster 127.0.0.1 {} 1\n"
@@ -96,7 +134,7 @@ SENTINEL = "sentinel monitor mymaster 127.0.0.1 {} 1\n"
 
 def test_sentinel(start: Start) -> None:
     sentinel = start(sentinel=SENTINEL.format(start().port))
-    url = f"redis+sentinel://127.0.0.1:{sentinel.port}/mymaster?timeout=60s"
+    url = f"redis+sentinel://127.0.0.1:{sentinel.port}/mymaster?{PATIENT}"
     check(open_rows(url, "t", FORMAT))
     with pytest.raises(StoreError, match="'other'"):
         open_rows(url.replace("mymaster", "other") + "&retry_limit=0", "t", FORMAT).pull(IDS)
@@ -107,7 +145,7 @@ def test_the_master_that_sentinel_chooses_is_followed(start: Start) -> None:
     master = start()
     replica = start("--replicaof", "127.0.0.1", str(master.port))
     sentinel = start(sentinel=SENTINEL.format(master.port))
-    url = f"redis+sentinel://127.0.0.1:{sentinel.port}/mymaster?timeout=60s&&retry_limit=100"
+    url = f"redis+sentinel://127.0.0.1:{sentinel.port}/mymaster?{PATIENT}&&retry_limit=100"
     rows = open_rows(url, "t", FORMAT)
     rows.push(IDS, make(IDS))
     wait_until(lambda: replica.client().dbsize() == len(IDS))

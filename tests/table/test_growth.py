@@ -206,7 +206,7 @@ def memory_of(init_capacity: int, rows: int) -> list[int]:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert out.returncode == 0, out.stderr
     return [int(word) for word in out.stdout.split()]

@@ -89,7 +89,7 @@ def test_in_little_address_space(script: str) -> None:
         [sys.executable, "-c", PRELUDE + script, str(Path(__file__).parents[1])],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert out.returncode == 0, out.stdout + out.stderr
     assert "bytes" in out.stdout  # the error says how much was wanted

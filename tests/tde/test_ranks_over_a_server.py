@@ -116,7 +116,7 @@ def _everything(rank: int, url: str) -> dict[Any, Any]:
 def results() -> Iterator[list[dict[Any, Any]]]:
     """What each of two ranks found; once for all tests, since starting processes takes long."""
     server = RedisServer()
-    yield run_ranks(2, _everything, server.url("?timeout=60s"))
+    yield run_ranks(2, _everything, server.url())
     server.close()
 
 

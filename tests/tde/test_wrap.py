@@ -174,27 +174,6 @@ def test_an_iteration_that_is_given_up(memory: str) -> None:
     assert len(list(loader)) == 30  # begins anew
 
 
-def test_a_new_process_resumes_with_the_rows_as_they_were(memory: str) -> None:
-    batches = with_spread_ids(data(40))
-
-    def start() -> Any:
-        torch.manual_seed(11)
-        return build("bags", 100, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-
-    whole = start()
-    expected = train(
-        whole, tde.wrap(f"{memory}-whole", batches, whole, whole.configs, num_prefetch=2)
-    )
-    first = start()
-    loader = tde.wrap(memory, batches[:20], first, first.configs, num_prefetch=2)
-    losses = train(first, loader)
-    tde.save(first)
-    # Rows of ids that neither model has seen before depend on the seed that wrap draws.
-    second = start()
-    losses += train(second, tde.wrap(memory, batches[20:], second, second.configs))
-    assert losses == pytest.approx(expected, abs=1e-6)
-
-
 def test_save_in_the_middle_writes_what_is_changed_later_too(memory: str) -> None:
     batches = with_spread_ids(data(30))
     model = build("sequence", 500)

@@ -120,7 +120,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     )
     assert "needs torchrec: pip install 'dynamicemb[torchrec]'" in done.stdout
 
