@@ -15,6 +15,7 @@ COMMANDS = {
     "train": ("dynamicemb.cli.train", "train a click model with dynamic tables, and report on it"),
     "inspect": ("dynamicemb.cli.inspect", "show the tables of a checkpoint, or rows of it"),
     "verify": ("dynamicemb.cli.verify", "compare every checksum of checkpoints, and more"),
+    "diff": ("dynamicemb.cli.diff", "compare the rows of two checkpoints"),
     "serve": ("dynamicemb.cli.serve", "answer lookups in a checkpoint over HTTP, and follow it"),
 }
 MISTAKE = 2
