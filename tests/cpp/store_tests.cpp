@@ -40,7 +40,7 @@ class Folder {
 };
 
 StoreConfig config(const std::string& path, bool direct = false) {
-  return {path, kPayload, 512, 64 * 100, direct, 8, false};  // segments of 100 records
+  return {path, kPayload, 512, 64 * 100, direct, 8, {}};  // segments of 100 records
 }
 
 std::vector<uint64_t> row(uint64_t number) { return {number, number ^ 1, ~number, 7, number * 3}; }
