@@ -41,6 +41,7 @@ def option(
         "check": check,
         "many": many or repeated,
         "repeated": repeated,
+        "default": default,
     }
     if many or repeated:
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -78,9 +79,10 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """An option for every field of the dataclass ``kind``; absent ones are not in the result."""
     for field, base in _fields(kind):
         data = field.metadata
-        shown = (
-            "" if data["many"] or field.default in (None, "") else f" (default: {field.default})"
-        )
+        default: Any = field.default
+        if data["many"]:
+            default = " ".join(map(str, data["default"]))
+        shown = "" if default in (None, "") else f" (default: {default})"
         settings: dict[str, Any] = {
             "default": argparse.SUPPRESS,
             "dest": field.name,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
+def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, bool]:
+    """(the options of a command line and its file, whether they are only to be printed)."""
     parser = Parser(
         prog="dynamicemb train",
         description="Train a click model with dynamic tables, beside hashed static tables of the "
@@ -41,21 +42,30 @@ def main(arguments: Sequence[str]) -> int:
     add_options(parser, TrainOptions)
     given = vars(parser.parse(arguments))
     options = build_options(TrainOptions, given, given["config"])
-    if given["print_config"]:
+    options.check()
+    return options, given["print_config"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
+    options, only_print = read_options(arguments)
+    if only_print:
         from dynamicemb.cli.yaml import write_yaml
 
         sys.stdout.write(write_yaml(asdict(options)))
         return 0
+    if options.tensorboard is not None:  # what is missing is said before anything is done
+        import_module("dynamicemb.cli.training.board")
     if options.nproc == 1:
-        return _train(None, options)
+        return train_on(None, options)
     from dynamicemb.cli.training.ranks import start_ranks
 
-    if _device(options.device).type != "cpu" or options.store != "memory":
-        raise UsageError("--nproc above 1 is for --device cpu and --store memory, up to now")
-    return start_ranks(options.nproc, _train, options)
+    if options.device not in ("auto", "cpu"):
+        raise UsageError(f"--nproc is for the CPU; --device is {options.device}")
+    return start_ranks(options.nproc, train_on, options)
 
 
-def _train(ranks: Ranks | None, options: TrainOptions) -> int:
+def train_on(ranks: Ranks | None, options: TrainOptions) -> int:
     """A run in this process, which may be one of several."""
     # torch's own words about sparse gradients and tracing are not for the users of a command.
     warnings.filterwarnings("ignore", module="torch")
@@ -74,7 +84,7 @@ def _train(ranks: Ranks | None, options: TrainOptions) -> int:
     first = ranks is None or ranks.first
     console = Console(highlight=False, quiet=not first)
     source = _source(options)
-    device = _device(options.device)
+    device = _device("cpu" if ranks is not None else options.device)
     run = Run(options, source, device, ranks)
     console.print(f"{source.description}; {options.model}, {device}", soft_wrap=True)
     if run.resumed_from is not None:
@@ -86,8 +96,18 @@ def _train(ranks: Ranks | None, options: TrainOptions) -> int:
         if options.metrics_port is not None and first:
             address = stack.enter_context(serve_metrics(run, options.metrics_port))
             console.print(f"metrics: {address}", markup=False, soft_wrap=True)
+        watchers: list[Callable[[Run], None]] = [screen.update]
+        if options.tensorboard is not None and first:
+            from dynamicemb.cli.training.board import write_board
+
+            watchers.append(stack.enter_context(write_board(run, options.tensorboard)))
         stack.enter_context(screen)
-        run.train(on_step=screen.update, stop=lambda: bool(interrupted))
+
+        def watch(run: Run) -> None:
+            for watcher in watchers:
+                watcher(run)
+
+        run.train(on_step=watch, stop=lambda: bool(interrupted))
     for line in summary(run) if first else ():
         console.print(line, markup=False, soft_wrap=True)
     if options.report and run.history.points and first:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+
+from dynamicemb.cli.training.options import TrainOptions
+from dynamicemb.cli.training.static import replace_collections, static_bags
 
 _ODD = -7046029254386353131  # a bijection of the 64-bit integers when multiplied
 
@@ -25,14 +29,12 @@ class HashedCollection(nn.Module):
         self, collection: EmbeddingBagCollection, *, std: float, device: torch.device
     ) -> None:
         super().__init__()
-        configs = collection.embedding_bag_configs()
+        self.collection = static_bags(collection, std=std, device=device)
         self._rows = [
-            (feature, one.num_embeddings) for one in configs for feature in one.feature_names
+            (feature, one.num_embeddings)
+            for one in collection.embedding_bag_configs()
+            for feature in one.feature_names
         ]
-        self.collection = EmbeddingBagCollection(tables=configs, device=device)
-        for bag in self.collection.embedding_bags.values():
-            bag.sparse = True  # gradients of the rows of a batch, as dynamic tables have them
-            nn.init.normal_(bag.weight, std=std)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         sizes = features.length_per_key()
@@ -46,24 +48,14 @@ class HashedCollection(nn.Module):
         )
         return self.collection(hashed)
 
-    def bytes(self, state_bytes: int) -> int:
-        """Memory of the rows, and of ``state_bytes`` of optimizer state for each."""
-        return sum(
-            bag.weight.numel() * bag.weight.element_size() + bag.weight.shape[0] * state_bytes
-            for bag in self.collection.embedding_bags.values()
-        )
 
-
-def make_hashed(model: nn.Module, *, std: float, device: torch.device) -> list[nn.Parameter]:
-    """Replace the collections of ``model`` by hashed ones; returns their parameters."""
-    parameters: list[nn.Parameter] = []
-    for path, module in list(model.named_modules()):
-        if isinstance(module, EmbeddingBagCollection):
-            hashed = HashedCollection(module, std=std, device=device)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, hashed)
-            parameters.extend(hashed.parameters())
-    return parameters
+def make_hashed(
+    model: nn.Module, options: TrainOptions, device: torch.device
+) -> list[nn.Parameter]:
+    """Replace the collections of ``model`` by hashed ones; returns their rows."""
+    return replace_collections(
+        model, partial(HashedCollection, std=options.init_std, device=device)
+    )
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamicemb.table import Table
-from dynamicemb.tiers import CachedTable
-
-COUNTS = ("hits", "misses", "inserts", "evictions", "failures", "rejections")
+from dynamicemb.cli.training.measured import COUNTS, Measured
 
 
 @dataclass
@@ -33,65 +30,63 @@ class Point:
 
 
 class TableMeter:
-    """Reads the statistics of tables; counts go on over restarts."""
+    """Reads the statistics of tables, by the names they go under; counts go on over restarts."""
 
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self._tables = list(tables)
-        self._before = {table.name: dict.fromkeys(COUNTS, 0) for table in tables}
-        self._last = {table.name: (0, 0) for table in tables}
+    def __init__(self, tables: Mapping[str, Measured]) -> None:
+        self._tables = dict(tables)
+        self._before = {name: dict.fromkeys(COUNTS, 0) for name in tables}
+        self._last = dict.fromkeys(tables, (0, 0))
 
     def read(self) -> dict[str, dict[str, float]]:
-        """The numbers of every table on this rank."""
-        result = {}
-        for table in self._tables:
-            stats = table.stats()
-            counts: dict[str, float] = self._counts(table)
+        """The numbers of every table on this rank; see :func:`together`."""
+        result: dict[str, dict[str, float]] = {}
+        for name, table in self._tables.items():
+            counts = self._counts(name)
             hits, misses = counts["hits"], counts["misses"]
-            old_hits, old_misses = self._last[table.name]
-            lookups = hits + misses - old_hits - old_misses
-            self._last[table.name] = (int(hits), int(misses))
-            result[table.name] = {
-                "rows": stats.size,
-                "capacity": stats.capacity,
-                "load": stats.load_factor,
-                "bytes": stats.bytes,
-                "stored_bytes": table.store.stats().bytes_on_disk
-                if isinstance(table, CachedTable)
-                else 0,
-                "hit_rate": (hits - old_hits) / lookups if lookups else 0.0,
+            old_hits, old_misses = self._last[name]
+            self._last[name] = (hits, misses)
+            new_hits, new_misses = hits - old_hits, misses - old_misses
+            result[name] = {
+                **table.sizes(),
                 **counts,
+                "new_hits": new_hits,
+                "new_lookups": new_hits + new_misses,
             }
         return result
 
-    def _counts(self, table: Table) -> dict[str, float]:
-        stats, before = table.stats(), self._before[table.name]
-        return {name: before[name] + getattr(stats, name) for name in COUNTS}
+    def _counts(self, name: str) -> dict[str, int]:
+        return {
+            key: self._before[name][key] + count
+            for key, count in self._tables[name].counts().items()
+        }
 
     def state(self) -> dict[str, Any]:
         return {
-            table.name: {
-                "counts": {name: int(one) for name, one in self._counts(table).items()},
-                "last": list(self._last[table.name]),
+            name: {
+                "counts": self._counts(name),
+                "last": list(self._last[name]),
                 "capacity": table.capacity,
             }
-            for table in self._tables
+            for name, table in self._tables.items()
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        for table in self._tables:
-            table.reset_stats()  # what the load counted
-            self._before[table.name] = dict(state[table.name]["counts"])
-            hits, misses = state[table.name]["last"]
-            self._last[table.name] = (hits, misses)
+        for name, table in self._tables.items():
+            table.reset()  # what the load counted
+            self._before[name] = dict(state[name]["counts"])
+            hits, misses = state[name]["last"]
+            self._last[name] = (hits, misses)
 
 
 def together(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The numbers of tables over all ranks: sums, and means of shares."""
+    """The numbers of tables over all ranks: sums, the mean of the loads, and ``hit_rate``, the
+    share of hits since the last point (1 where nothing is ever looked for)."""
     result: dict[str, dict[str, float]] = {}
     for name, first in parts[0].items():
         sums = {key: sum(part[name][key] for part in parts) for key in first}
-        for key in ("load", "hit_rate"):
-            sums[key] = first[key] if len(parts) == 1 else sums[key] / len(parts)
+        sums["load"] = sum(part[name]["load"] for part in parts) / len(parts)
+        hits, lookups = sums.pop("new_hits"), sums.pop("new_lookups")
+        sums["hit_rate"] = hits / lookups if lookups else 1.0
         result[name] = sums
     return result
 

@@ -7,17 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynamicemb.cli.arguments import option
-from dynamicemb.errors import wrong_value
+from dynamicemb.errors import UsageError, wrong_value
 
 MODEL_NAMES = ("dlrm", "deepfm", "dcn")
 OPTIMIZER_NAMES = ("adagrad", "rowwise_adagrad", "sgd", "adam")
+TABLE_NAMES = DYNAMIC, ZCH, HASHED = ("dynamic", "zch", "hashed")
 SCORE_NAMES = ("step", "timestamp", "lfu", "timestamp_lfu", "no_eviction")
 
 #: Options that may change between a run and its continuation.
 MAY_CHANGE = frozenset(
     {
         *("out", "fresh", "plain", "report", "threads", "days", "max_examples"),
-        *("checkpoint_minutes", "checkpoint_steps", "keep", "metrics_port"),
+        *("checkpoint_minutes", "checkpoint_steps", "keep", "metrics_port", "tensorboard"),
+        *("delta_minutes", "delta_steps"),
     }
 )
 
@@ -80,7 +82,16 @@ class TrainOptions:
     dense_lr: float = option(0.01, "learning rate of the dense layers (Adam)", above=0.0)
     baseline: bool = option(True, "train hashed static tables of the same memory beside it")
     # the tables
-    capacity: int = option(65_536, "rows of a table at most", minimum=1)
+    tables: list[str] = option(  # noqa: RUF009
+        (DYNAMIC,),
+        "dynamic tables, zch (TorchRec's managed collision, on our index), hashed static tables; "
+        "several are trained side by side, and the first is the one that counts",
+        choices=TABLE_NAMES,
+        many=True,
+    )
+    capacity: int = option(
+        65_536, "rows of a dynamic table at most; other kinds have its memory", minimum=1
+    )
     score: str = option("step", "what decides which row makes room", choices=SCORE_NAMES)
     admission: str = option(
         "none",
@@ -110,12 +121,53 @@ class TrainOptions:
     )
     checkpoint_steps: int = option(0, "steps between two checkpoints; 0: none by steps", minimum=0)
     keep: int = option(2, "checkpoints to keep", minimum=1)
+    delta_minutes: float = option(
+        0.0, "minutes between two deltas of the rows, for serving; 0: none by time", minimum=0.0
+    )
+    delta_steps: int = option(0, "steps between two deltas; 0: none by steps", minimum=0)
     fresh: bool = option(False, "start over, whatever checkpoints there are")
     plain: bool = option(False, "lines instead of the live screen")
     metrics_port: int | None = option(
         None, "serve the metrics for Prometheus on this port of the loopback address", minimum=0
     )
+    tensorboard: str | None = option(None, "folder for the metrics as TensorBoard reads them")
     report: bool = option(True, "write report.html at the end")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Every kind of table that is trained, the one that counts first."""
+        return list(dict.fromkeys([*self.tables, *([HASHED] if self.baseline else [])]))
+
+    @property
+    def writes_deltas(self) -> bool:
+        return bool(self.delta_minutes or self.delta_steps)
+
+    def check(self) -> None:
+        """Raise ``UsageError`` for options that do not go together."""
+        if len(set(self.tables)) < len(self.tables):
+            raise UsageError(f"--tables {' '.join(self.tables)} has a kind twice")
+        if DYNAMIC not in self.tables:
+            for name, value, nothing in (
+                ("--admission", self.admission, "none"),
+                ("--ttl", self.ttl, "none"),
+                ("--store", self.store.partition(":")[0], "memory"),
+                ("--delta-minutes", self.delta_minutes, 0),
+                ("--delta-steps", self.delta_steps, 0),
+            ):
+                if value != nothing:
+                    raise UsageError(
+                        f"{name} is for dynamic tables; --tables is {' '.join(self.tables)}"
+                    )
+        if ZCH in self.tables and self.score == "no_eviction":
+            raise UsageError(
+                "--score no_eviction is not for --tables zch, which always makes room for new ids"
+            )
+        static = [kind for kind in self.tables if kind != DYNAMIC]
+        if self.nproc > 1 and self.optimizer == "adam" and static:
+            raise UsageError(
+                f"--optimizer adam is not for --tables {static[0]} in several processes: fbgemm "
+                "has no such kernel on the CPU; allowed: sgd, adagrad, rowwise_adagrad"
+            )
 
     @property
     def lifetime(self) -> dict[str, float | int]:

@@ -38,6 +38,14 @@ class Ranks:
         dist.gather_object(value, values)
         return values or []
 
+    def share(self, value: Any) -> list[Any]:
+        """The values of all ranks, at each of them."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def agree(self, value: int) -> int:
         """The first rank's value."""
         if self.size == 1:

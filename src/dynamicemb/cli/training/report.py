@@ -7,14 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dynamicemb.cli.training import plots
 from dynamicemb.cli.training.summary import summary, verdict
 from dynamicemb.cli.training.tables import hashed_capacity
 from dynamicemb.cli.training.why import by_frequency, sharing
 from dynamicemb.cli.yaml import write_yaml
-from dynamicemb.table import Table
 
 if TYPE_CHECKING:
     from dynamicemb.cli.training.run import Run
@@ -140,35 +137,29 @@ def _why(run: Run) -> str:
 def _distributions(run: Run) -> list[str]:
     result = []
     together = sharing(run)
-    for table in run.tables:
-        result.append(
-            plots.histogram(
-                f"Scores of the rows of table {table.name} ({run.options.score})",
-                _scores(table),
-                x_label="score",
-                y_label="rows",
-                logarithmic=run.options.score.endswith("lfu"),
-            )
-        )
-        if table.name in together:
+    for shown, table in run.tables.items():
+        scores = table.scores()
+        if len(scores):
             result.append(
                 plots.histogram(
-                    f"How often ids of table {table.name} occurred in the window",
-                    together[table.name].frequencies,
-                    x_label="occurrences",
-                    y_label="ids",
-                    logarithmic=True,
+                    f"Scores of the rows of table {shown} ({run.options.score})",
+                    scores,
+                    x_label="score",
+                    y_label="rows",
+                    logarithmic=run.options.score.endswith("lfu"),
                 )
             )
+    for name, one in together.items():
+        result.append(
+            plots.histogram(
+                f"How often ids of table {name} occurred in the window",
+                one.frequencies,
+                x_label="occurrences",
+                y_label="ids",
+                logarithmic=True,
+            )
+        )
     return result
-
-
-def _scores(table: Table) -> np.ndarray:
-    """The scores that decide about eviction: of the pair, the counts."""
-    scores = [rows.scores.cpu().reshape(len(rows), -1)[:, -1] for rows in table.export()]
-    if not scores:
-        return np.empty(0)
-    return np.concatenate([one.numpy() for one in scores]).astype(np.float64)
 
 
 def _time(run: Run) -> str:

@@ -13,22 +13,24 @@ import numpy as np
 import torch
 
 from dynamicemb.cli.training.batch import Batch, Source
+from dynamicemb.cli.training.deltas import Deltas
 from dynamicemb.cli.training.history import History, Point, TableMeter, together
-from dynamicemb.cli.training.learner import Learner, dynamic_learner, hashed_learner
+from dynamicemb.cli.training.learner import Learner, new_learner
+from dynamicemb.cli.training.measured import Measured, MeasuredDynamic
 from dynamicemb.cli.training.metrics import Window
-from dynamicemb.cli.training.options import TrainOptions
+from dynamicemb.cli.training.options import DYNAMIC, TrainOptions
 from dynamicemb.cli.training.ranks import Ranks
 from dynamicemb.cli.training.saving import Checkpoints, load_tables
 from dynamicemb.cli.training.sharded import sharded_learner
-from dynamicemb.cli.training.tables import tables_of
 from dynamicemb.cli.training.timer import Timer
 from dynamicemb.errors import CheckpointError, UsageError
 from dynamicemb.nn.expiry import expire_rows
 
 logger = logging.getLogger(__name__)
 
-#: The names of predictors. CEILING knows the true odds, which only a synthetic stream has.
-DYNAMIC, HASHED, CEILING = "dynamic", "hashed", "ceiling"
+#: The predictor that knows the true odds, which only a synthetic stream has. Others are called by
+#: the kind of their tables.
+CEILING = "ceiling"
 
 
 class Run:
@@ -49,39 +51,48 @@ class Run:
         self.ranks = ranks or Ranks()
         self.folder = Path(options.out)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", options.keep, self.ranks)
+        self.deltas = Deltas(self.folder / "deltas", options.keep, self.ranks)
         self.steps = self.examples = 0
         self.finished = False
         self.resumed_from: int | None = None
         self._seconds_before = 0.0
+        self._delta_step = -1
         if not self._continue():
             self._begin({})
             self._empty_stores()
         if options.lifetime:
-            expire_rows(self.model, **options.lifetime)  # type: ignore[arg-type]
-        self._started = self._saved_at = time.monotonic()
+            expire_rows(self.learners[DYNAMIC].model, **options.lifetime)  # type: ignore[arg-type]
+        self._started = self._saved_at = self._delta_at = time.monotonic()
 
     # ---- the state ----
 
     def _begin(self, start: dict[str, int]) -> None:
         """Make everything anew; ``start``: the capacity of tables that will be loaded."""
-        schema = self.source.schema
-        if self.ranks.size > 1:
-            dynamic = sharded_learner(self.options, schema, self.ranks.size, start)
-        else:
-            dynamic = dynamic_learner(self.options, schema, self.device, start)
-        self.learners: dict[str, Learner] = {DYNAMIC: dynamic}
-        if self.options.baseline and self.ranks.first:  # it is small; one rank is enough
-            self.learners[HASHED] = hashed_learner(self.options, schema, self.device)
-        self.tables = tables_of(self.learners[DYNAMIC].model)
+        options, schema = self.options, self.source.schema
+        self.learners: dict[str, Learner] = {}
+        for kind in options.kinds:
+            if self.ranks.size > 1 and kind in options.tables:
+                self.learners[kind] = sharded_learner(kind, options, schema, self.ranks, start)
+            elif self.ranks.first:  # the baseline is small; one rank is enough
+                self.learners[kind] = new_learner(kind, options, schema, self.device, start)
+        self.tables: dict[str, Measured] = {
+            self._shown(kind, table.name): table
+            for kind in options.tables
+            for table in self.learners[kind].tables
+        }
         self.meter = TableMeter(self.tables)
         self.history = History()
         self.timer = Timer(self.device)
         self.window: Window | None = None
         self.recent: deque[Batch] = deque()
 
+    def _shown(self, kind: str, table: str) -> str:
+        return table if kind == self.main else f"{kind} {table}"
+
     @property
-    def model(self) -> torch.nn.Module:
-        return self.learners[DYNAMIC].model
+    def main(self) -> str:
+        """The kind of tables that counts."""
+        return self.options.tables[0]
 
     @property
     def seconds(self) -> float:
@@ -93,6 +104,10 @@ class Run:
         """Examples in all, if that is known."""
         limits = [n for n in (self.source.examples, self.options.max_examples) if n is not None]
         return min(limits) if limits else None
+
+    @property
+    def _dynamic_model(self) -> torch.nn.Module | None:
+        return self.learners[DYNAMIC].model if DYNAMIC in self.learners else None
 
     @property
     def _counts_ids(self) -> bool:
@@ -116,7 +131,10 @@ class Run:
                 else [],
                 "recent": [[one.ids, one.lengths] for one in self.recent],
             }
-            path = self.checkpoints.write(self.steps, self.model, state, counter=self._counts_ids)
+            own = {name: one.own_state() for name, one in self.learners.items()}
+            path = self.checkpoints.write(
+                self.steps, self._dynamic_model, state, own, counter=self._counts_ids
+            )
         self._saved_at = time.monotonic()
         if self.ranks.first:
             self.history.write(self.folder / "metrics.json")
@@ -137,7 +155,7 @@ class Run:
                 self._restore(path, state)
             except CheckpointError as error:
                 logger.warning("%s is left out: %s", path, error)
-                self.learners, self.tables = {}, []  # a store has one table at a time
+                self.learners, self.tables = {}, {}  # a store has one table at a time
                 continue
             self.resumed_from = self.steps
             return True
@@ -145,14 +163,15 @@ class Run:
 
     def _empty_stores(self) -> None:
         """A run begins without rows; those of this run's last one go, others are kept."""
-        for table in self.tables:
-            if len(table) and not self._may_empty:
+        for one in self.tables.values():
+            if not isinstance(one, MeasuredDynamic) or len(one.table) == 0:
+                continue
+            if not self._may_empty:
                 raise UsageError(
-                    f"the store of table {table.name!r} has {len(table):,} rows already; --fresh "
+                    f"the store of table {one.name!r} has {len(one.table):,} rows already; --fresh "
                     "removes them, or give another --store"
                 )
-            if len(table):
-                table.clear()
+            one.table.clear()
 
     def _has_more(self, state: dict[str, Any]) -> bool:
         """Whether a finished run goes on because it is to be longer now."""
@@ -171,10 +190,14 @@ class Run:
     def _restore(self, path: Path, state: dict[str, Any]) -> None:
         # Tables of the size they had: rows keep their order in a bucket, which breaks ties.
         own = state["tables"][self.ranks.rank]
-        self._begin({name: one["capacity"] for name, one in own.items()})
-        load_tables(path, self.model, counter=self._counts_ids)
+        dynamic = self.source.schema.tables if DYNAMIC in self.options.tables else ()
+        self._begin({name: own[self._shown(DYNAMIC, name)]["capacity"] for name in dynamic})
+        if self._dynamic_model is not None:
+            load_tables(path, self._dynamic_model, counter=self._counts_ids)
+        saved = self.checkpoints.own_state(path, state)
         for name, learner in self.learners.items():
             learner.restore(state["learners"][name])
+            learner.restore_own(saved[name])
         self.steps, self.examples = state["steps"], state["examples"]
         self._seconds_before = state["seconds"]
         self.timer.seconds = dict(state["timer"])
@@ -200,7 +223,7 @@ class Run:
     ) -> None:
         """Train to the end of the stream, or until ``stop()``, and save; ``on_step`` is called
         after every step."""
-        self._started = self._saved_at = time.monotonic()
+        self._started = self._saved_at = self._delta_at = time.monotonic()
         self._last_point = (self.examples, self.seconds)
         batches = iter(self.source.batches(self.examples, self.options.batch_size))
         while not self.ranks.agree(stop()):
@@ -215,35 +238,47 @@ class Run:
             if self.steps % self.options.log_every == 0:
                 self._measure()
             on_step(self)
-            if self._is_time_to_save():
+            options = self.options
+            if self._is_time(options.checkpoint_steps, options.checkpoint_minutes, self._saved_at):
                 self.save()
+            if self._is_time(options.delta_steps, options.delta_minutes, self._delta_at):
+                self._write_delta()
         if self.finished and self.steps % self.options.log_every:
             self._measure()
         if self.steps:
             self.save()
+            if self.options.writes_deltas:
+                self._write_delta()
+
+    def _write_delta(self) -> None:
+        if self._delta_step == self.steps:  # at the end there may be nothing new
+            return
+        assert self._dynamic_model is not None
+        with self.timer.phase("delta"):
+            self.deltas.write(self._dynamic_model, counter=self._counts_ids)
+        self._delta_at, self._delta_step = time.monotonic(), self.steps
 
     def _step(self, batch: Batch) -> None:
         with self.timer.phase("data"):
             there = batch.to(self.device)
         logits = {}
         for name, learner in self.learners.items():
-            if name == DYNAMIC:
-                logits[name] = self._learn(learner, there)
-            else:
-                logits[name] = learner.learn(there, self.timer, f"{name}: ")
+            prefix = "" if name == self.main else f"{name}: "
+            logits[name] = self._learn(learner, there, prefix)
         self.steps += 1
         self.examples += batch.size
         if self.ranks.first:
             self._note(batch, logits)
 
-    def _learn(self, learner: Learner, batch: Batch) -> np.ndarray:
-        """Train on this rank's share; returns the logits of all examples at the first rank."""
+    def _learn(self, learner: Learner, batch: Batch, prefix: str) -> np.ndarray:
+        """Train, where tables are spread on this rank's share; returns the logits of all examples
+        at the first rank."""
         ranks = self.ranks
-        if ranks.size == 1:
-            return learner.learn(batch, self.timer)
+        if not learner.spread:
+            return learner.learn(batch, self.timer, prefix)
         share = batch.share(ranks.rank, ranks.size)
         weight = share.size * ranks.size / batch.size
-        logits = learner.learn(share, self.timer, weight=weight)
+        logits = learner.learn(share, self.timer, prefix, weight=weight)
         with self.timer.phase("metrics"):
             parts = ranks.gather(logits)
         return np.concatenate(parts) if parts else logits
@@ -280,12 +315,12 @@ class Run:
                 )
             )
 
-    def _is_time_to_save(self) -> bool:
-        every, minutes = self.options.checkpoint_steps, self.options.checkpoint_minutes
-        if every and self.steps % every == 0:
+    def _is_time(self, steps: int, minutes: float, since: float) -> bool:
+        """Whether something is due that is done every so many steps or minutes; 0: neither."""
+        if steps and self.steps % steps == 0:
             return True
-        late = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-        return bool(minutes) and bool(self.ranks.agree(late))
+        late = minutes > 0 and time.monotonic() - since >= 60 * minutes
+        return minutes > 0 and bool(self.ranks.agree(late))
 
     def mean_auc(self, name: str) -> float:
         """The AUC of a predictor, mean over the points of the second half of the run."""

@@ -1,8 +1,9 @@
 """Checkpoints of a run: complete or not there, and the last good one is found again.
 
-A checkpoint is a folder ``step-<N>``: ``tables/`` (a checkpoint of ``DynamicEmbDump``), ``run.pt``
-(dense layers, optimizers, metrics, the place in the stream) and ``run.sha256``. It is written under
-another name and renamed when all of it is on the disk.
+A checkpoint is a folder ``step-<N>``: ``tables/`` (dynamic tables, a checkpoint of
+``DynamicEmbDump``), ``rank-<R>.pt`` (what only that rank has of other tables), ``run.pt`` (dense
+layers, optimizers, metrics, the place in the stream, and checksums of the others) and
+``run.sha256``. It is written under another name and renamed when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dynamicemb.errors import CheckpointError, CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 _UNFINISHED = ".unfinished"
 _NAME = re.compile(r"step-\d+")
 
@@ -41,8 +42,20 @@ class Checkpoints:
         whole = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
         return sorted(whole, reverse=True)  # names have leading zeros
 
-    def write(self, step: int, model: nn.Module, state: dict[str, Any], *, counter: bool) -> Path:
-        """Write a checkpoint and remove those that are too many."""
+    def write(
+        self,
+        step: int,
+        model: nn.Module | None,
+        state: dict[str, Any],
+        own: dict[str, Any],
+        *,
+        counter: bool,
+    ) -> Path:
+        """Write a checkpoint and remove those that are too many.
+
+        ``model``: with dynamic tables, if there are any; ``state``: of the run, written by the
+        first rank; ``own``: of this rank.
+        """
         target = self.folder / f"step-{step:010d}"
         draft = self.folder / (target.name + _UNFINISHED)
         if self._ranks.first:
@@ -51,9 +64,14 @@ class Checkpoints:
                 shutil.rmtree(old)
             draft.mkdir()
         self._ranks.wait()
-        DynamicEmbDump(draft / "tables", model, optim=True, counter=counter, progress=False)
+        if model is not None:
+            DynamicEmbDump(draft / "tables", model, optim=True, counter=counter, progress=False)
+        file = self._own_file(draft)
+        torch.save(own, file)
+        _sync(file)
+        digests = self._ranks.gather(_digest(file))
         if self._ranks.first:
-            self._commit(draft, target, state)
+            self._commit(draft, target, {**state, "ranks": digests})
         self._ranks.wait()
         return target
 
@@ -68,6 +86,23 @@ class Checkpoints:
         _sync(self.folder)
         for old in self.found()[self._keep :]:
             shutil.rmtree(old)
+
+    def _own_file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"rank-{self._ranks.rank}.pt"
+
+    def own_state(self, checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
+        """What this rank wrote of its own into the checkpoint with that ``state``. If a rank cannot
+        read it, all of them raise ``CheckpointError``."""
+        own: dict[str, Any] = {}
+        failure = ""
+        try:
+            own = _read(self._own_file(checkpoint), state["ranks"][self._ranks.rank])
+        except CheckpointError as error:
+            failure = str(error)
+        failures = [one for one in self._ranks.share(failure) if one]
+        if failures:
+            raise CheckpointError(failures[0])
+        return own
 
     def states(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Those whose state is whole, the newest first, without their tables."""
@@ -97,13 +132,21 @@ def read_state(path: Path) -> dict[str, Any]:
     file = path / "run.pt"
     try:
         expected = (path / "run.sha256").read_text()
-        if _digest(file) != expected:
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    state = _read(file, expected)
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"{file} has version {state.get('version')}; allowed: {VERSION}")
+    return state
+
+
+def _read(file: Path, digest: str) -> dict[str, Any]:
+    try:
+        if _digest(file) != digest:
             raise CorruptCheckpointError(f"{file} is not what was written")
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"{file} has version {state.get('version')}; allowed: {VERSION}")
     return state
 
 

@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 
 def verdict(run: Run) -> str:
-    """The dynamic tables against the hashed ones, over the second half of the run."""
+    """The tables that count against the others, over the second half of the run."""
     names = list(run.history.points[-1].metrics)
     means = {name: run.mean_auc(name) for name in names}
     text = "AUC, predicted before trained on, mean of the second half: " + ", ".join(
         f"{name} {value:.4f}" for name, value in means.items()
     )
-    if "hashed" in means:
-        won = means["dynamic"] - means["hashed"]
-        text += f"; the dynamic tables {'won' if won >= 0 else 'lost'} {abs(won):.4f}"
+    for other in run.options.kinds[1:]:
+        won = means[run.main] - means[other]
+        word = "above" if won >= 0 else "below"
+        text += f"; the {run.main} tables are {abs(won):.4f} {word} the {other} ones"
     return text
 
 
@@ -44,5 +45,10 @@ def summary(run: Run) -> list[str]:
             f"({size_of(table['bytes'])}); {table['inserts']:,.0f} inserted, "
             f"{table['evictions']:,.0f} evicted, {table['rejections']:,.0f} not admitted, "
             f"{table['failures']:,.0f} without a place"
+        )
+    delta = run.deltas.last
+    if delta is not None:
+        lines.append(
+            f"for serving: {run.deltas.folder}, newest: {delta.path} ({delta.rows:,} rows)"
         )
     return lines

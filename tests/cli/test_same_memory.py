@@ -1,4 +1,4 @@
-"""The baseline has the memory of the dynamic tables, and torch's optimizers."""
+"""Tables of other kinds have the memory of the dynamic ones, and torch's optimizers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import nn
 
 from dynamicemb.cli.training.batch import Schema
 from dynamicemb.cli.training.hashed import RowWiseAdagrad, hashed_rows
-from dynamicemb.cli.training.learner import dynamic_learner, hashed_learner
-from dynamicemb.cli.training.options import OPTIMIZER_NAMES, TrainOptions
-from dynamicemb.cli.training.tables import hashed_capacity, row_bytes, tables_of
+from dynamicemb.cli.training.learner import new_learner
+from dynamicemb.cli.training.options import OPTIMIZER_NAMES, TABLE_NAMES, TrainOptions
+from dynamicemb.cli.training.tables import full_bytes, hashed_capacity, row_bytes, tables_of
+from dynamicemb.cli.training.zch import zch_capacity
 
 SCHEMA = Schema(dense=("x",), tables={"user": ("user",)})
 
@@ -18,7 +19,7 @@ SCHEMA = Schema(dense=("x",), tables={"user": ("user",)})
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 def test_a_full_dynamic_table_and_the_hashed_one_have_the_same_bytes(optimizer: str) -> None:
     options = TrainOptions(optimizer=optimizer, capacity=4096)
-    learner = dynamic_learner(options, SCHEMA, torch.device("cpu"), {})
+    learner = new_learner("dynamic", options, SCHEMA, torch.device("cpu"), {})
     (table,) = tables_of(learner.model)
     ids = torch.arange(100_000)
     table.insert(ids, torch.zeros(len(ids), options.dim))
@@ -27,15 +28,26 @@ def test_a_full_dynamic_table_and_the_hashed_one_have_the_same_bytes(optimizer: 
     assert 0 <= table.stats().bytes - static < row_bytes(options)  # no whole row is missing
 
 
-def test_both_models_start_from_the_same_dense_layers() -> None:
+@pytest.mark.parametrize("score", ["step", "lfu", "timestamp_lfu"])
+def test_tables_with_managed_collision_have_the_same_bytes_map_included(score: str) -> None:
+    options = TrainOptions(score=score, capacity=4096)
+    learner = new_learner("zch", options, SCHEMA, torch.device("cpu"), {})
+    (table,) = learner.tables
+    (weight,) = [one for name, one in learner.parameters().items() if "embedding_bags" in name]
+    assert len(weight) == table.capacity == zch_capacity(options)
+    missing = full_bytes(options) - table.sizes()["bytes"]
+    assert 0 <= missing < 2 * row_bytes(options)
+
+
+def test_all_models_start_from_the_same_dense_layers() -> None:
     options = TrainOptions(capacity=1024)
-    learners = [
-        dynamic_learner(options, SCHEMA, torch.device("cpu"), {}),
-        hashed_learner(options, SCHEMA, torch.device("cpu")),
-    ]
-    dynamic, hashed = (one.parameters() for one in learners)
-    assert len(hashed) == len(dynamic) + 1  # the static table
-    assert all(torch.equal(value, hashed[name]) for name, value in dynamic.items())
+    dynamic, *others = (
+        new_learner(kind, options, SCHEMA, torch.device("cpu"), {}).parameters()
+        for kind in TABLE_NAMES
+    )
+    for other in others:
+        assert len(other) == len(dynamic) + 1  # the static table
+        assert all(torch.equal(value, other[name]) for name, value in dynamic.items())
 
 
 def test_hashed_rows_are_spread_evenly() -> None:
