@@ -528,6 +528,27 @@ class CudaTable(CudaMemory):
             self._size_bound, self._pending_size = 0, None
             self.changes += 1
 
+    def undo_point(self) -> Callable[[], None] | None:
+        if self.size() or self.logs_removals:  # the log would have to forget what came after
+            return None
+        buckets, counters = self.buckets, self.counters.clone()
+        optimizer, progress = self.optimizer, self.progress()
+
+        def undo() -> None:
+            with self.lock:
+                self.clear()
+                if self.buckets != buckets:
+                    self._set_index(self._index(buckets))
+                    self.rows, self.state = self._rows(buckets, self._optimizer)
+                    self._forget_stamps(buckets)
+                    self.buckets = buckets
+                    self.moved()
+                self.counters.copy_(counters)
+                self.set_optimizer(optimizer)
+                self.restore_progress(progress)
+
+        return undo
+
     def _checked_optimizer(self, optimizer: Optimizer | None) -> Optimizer:
         optimizer = super()._checked_optimizer(optimizer)
         if optimizer.kind not in KINDS:
@@ -541,16 +562,13 @@ class CudaTable(CudaMemory):
             if optimizer.kind is not self._optimizer.kind:
                 self.enter()
                 try:
-                    kept = self.rows if len(self._row_parts) == 2 else None
-                    memory = self._rows(self.buckets, optimizer, kept)
+                    state = self._states(len(self.state), optimizer)
                 except torch.cuda.OutOfMemoryError as error:
                     raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
                 columns = optimizer.state_dim(self.dim)
-                initial = to_device(optimizer.initial_state(self.dim), self._device)
-                memory.state[:, :columns] = initial
-                if memory.rows is not self.rows:
-                    memory.rows.copy_(self.rows)
-                self._set_rows(memory)
+                state[:, :columns] = to_device(optimizer.initial_state(self.dim), self._device)
+                self.state = state
+                self._streams = set()
                 self.iteration = 0
                 if self.known_changes.stamps is not None:
                     self.known_changes.stamps.fill_(self.known_changes.now)

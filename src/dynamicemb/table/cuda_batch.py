@@ -31,7 +31,9 @@ ELEMENTS = 256
 CLAIMED = 256 if INTERPRETED else 32
 NUMBERED = 512
 COMMITTED = 512
-PLACE_WARPS = COMMIT_WARPS = 4
+#: Slots that one program looks at for the lowest scores, at a time.
+VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 512), 1
+VICTIM_PROGRAMS = 2 if INTERPRETED else 132 * 16
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
 PERSISTENT = 2 if INTERPRETED else 132 * 16
@@ -368,7 +370,7 @@ class Batch:
                     keep_evicted,
                     direct,
                 ),
-                warps=COMMIT_WARPS,
+                warps=4,
             )
 
     def _place(
@@ -400,15 +402,15 @@ class Batch:
                 space.capacity,
             ),
             (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy),
-            warps=PLACE_WARPS,
+            warps=4,
         )
         if one.strategy == NO_EVICTION_STRATEGY:
             return victims
         padded = power_of_two(one.width)
-        rows = max(1, (2048 if INTERPRETED else 512) // padded)
+        rows = max(1, VICTIM_TILE // padded)
         launch(
             insert.victims_kernel,
-            min(blocks(self.n, rows), PERSISTENT),
+            min(blocks(self.n, rows), VICTIM_PROGRAMS),
             (
                 self.ids,
                 self.tables,
@@ -422,7 +424,7 @@ class Batch:
                 victims,
             ),
             (one.width, padded, rows, self.one, layout.one_class, marked),
-            warps=1,
+            warps=VICTIM_WARPS,
             device=self.device,
         )
         return victims

@@ -196,12 +196,12 @@ def _shape(table: CudaTable) -> tuple[int, ...]:
         table.bucket_capacity,
         strategy_number(table.options),
         0 if table.rowless else table.dim,
-        table.rows.stride(0),
+        table.rows.shape[1],
         TYPES[table.dtype],
         int(numbers["mode"]),
         int(table.optimizer.kind),
         table.state_dim,
-        table.state.stride(0) if table.state_dim else 0,
+        table.state.shape[1],
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,20 +18,10 @@ from dynamicemb.table.numbers import (
     LFU_STRATEGY,
     NO_EVICTION_STRATEGY,
     PAIR_STRATEGY,
-    RowStrides,
     strategy_number,
 )
 
 _SIZE = COUNTER_NAMES.index("size")
-
-
-@dataclass
-class RowMemory:
-    """``rows`` and ``state`` of all slots, two tensors or parts of one."""
-
-    rows: torch.Tensor
-    state: torch.Tensor
-    parts: tuple[torch.Tensor, ...]  # what was allocated
 
 
 class CudaMemory(DeviceTable):
@@ -68,7 +57,7 @@ class CudaMemory(DeviceTable):
         self._pending_size: tuple[torch.Tensor, Any, int] | None = None
         try:
             self._set_index(self._index(self.buckets))
-            self._set_rows(self._rows(self.buckets, self._optimizer))
+            self.rows, self.state = self._rows(self.buckets, self._optimizer)
             self.counters = self._zeros(len(COUNTER_NAMES), torch.int64)
             self.next_number = self._zeros(1, torch.int64)
         except torch.cuda.OutOfMemoryError as error:
@@ -95,33 +84,29 @@ class CudaMemory(DeviceTable):
             setattr(self, name, tensor)
         self._streams = set()
 
-    def _rows(
-        self, buckets: int, optimizer: Optimizer, kept: torch.Tensor | None = None
-    ) -> RowMemory:
-        """New memory; ``kept``: rows to stay where they are, if states are apart from them."""
+    def _rows(self, buckets: int, optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for rows and for their optimizer states."""
         slots = 0 if self.rowless else buckets * self._width
-        strides = RowStrides.of(self.dim, self.dtype, optimizer.state_dim(self.dim))
+        unit = 16 // self.dtype.itemsize
+        stride = -(-self.dim // unit) * unit
+        rows = torch.empty(slots, stride, dtype=self.dtype, device=self._device)
+        return rows, self._states(slots, optimizer)
 
-        def new(columns: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(slots, columns, dtype=dtype, device=self._device)
+    def _states(self, slots: int, optimizer: Optimizer) -> torch.Tensor:
+        columns = optimizer.state_dim(self.dim)
+        stride = columns if columns < 2 else -(-columns // 4) * 4
+        return torch.empty(slots, stride, dtype=torch.float32, device=self._device)
 
-        if strides.together:
-            whole = new(strides.state, self.dtype)
-            at = strides.state_at
-            return RowMemory(whole[:, :at], whole[:, at : at + 1], (whole,))
-        rows = new(strides.row, self.dtype) if kept is None else kept
-        state = new(strides.state, torch.float32)
-        return RowMemory(rows, state, (rows, state))
-
-    def _set_rows(self, memory: RowMemory) -> None:
-        self.rows, self.state, self._row_parts = memory.rows, memory.state, memory.parts
-        self._streams = set()
+    def _forget_stamps(self, buckets: int) -> None:
+        """Another number of slots, none of them changed since the last mark."""
+        if self.known_changes.stamps is not None:
+            self.known_changes.stamps = self._zeros(buckets * self._width, torch.int32)
 
     def _tensors(self) -> list[torch.Tensor]:
         """All memory that grows with the capacity."""
         some = (
             self.digests, self.keys, self.scores, self.times, self.touched, self.heads,
-            self.known_changes.stamps, *self._row_parts,
+            self.known_changes.stamps, self.rows, self.state,
         )  # fmt: skip
         return [tensor for tensor in some if tensor is not None]
 
@@ -258,13 +243,13 @@ class CudaMemory(DeviceTable):
             if to is not None:
                 to[new] = source[old]
         if not self.rowless:
-            moved.rows[new] = self.rows[old]
-            moved.state[new] = self.state[old]
+            moved[0][new] = self.rows[old]
+            moved[1][new] = self.state[old]
         if stamps is not None and self.known_changes.stamps is not None:
             stamps[new] = self.known_changes.stamps[old]
         self.known_changes.stamps = stamps
         self._set_index(index)
-        self._set_rows(moved)
+        self.rows, self.state = moved
         self.buckets = buckets
         self.changes += 1
         self.moved()

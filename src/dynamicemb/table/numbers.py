@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -24,8 +23,6 @@ _MODES = {
     DynamicEmbInitializerMode.DEBUG: 4,
 }
 LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY = 3, 4, 5
-#: Columns of the shortest rows on a GPU that a row-wise state follows.
-SHORTEST_TOGETHER = 64
 
 
 def strategy_number(options: DynamicEmbTableOptions) -> int:
@@ -63,31 +60,3 @@ def state_layout(optimizer: Optimizer, dim: int) -> tuple[int, bool, list[float]
     initial = optimizer.initial_state(dim).tolist()
     scalar = optimizer.has_scalar_state
     return len(initial) - scalar, scalar, initial
-
-
-@dataclass(frozen=True)
-class RowStrides:
-    """Where the rows and the optimizer states of a table on a GPU are, in elements.
-
-    Rows begin at multiples of 16 bytes. The one number that a row-wise optimizer keeps would cost a
-    memory access of its own, so it follows its row where that is long: ``together``.
-    """
-
-    row: int
-    state: int  # from one state to the next
-    together: bool = False
-    state_at: int = 0  # where the first state is, from the first row
-
-    @classmethod
-    def of(cls, dim: int, dtype: torch.dtype, state_dim: int) -> RowStrides:
-        unit = 16 // dtype.itemsize
-        row = -(-dim // unit) * unit
-        if state_dim == 1 and dtype is torch.float32 and dim >= SHORTEST_TOGETHER:
-            return cls(row + unit, row + unit, True, row)
-        return cls(row, state_dim if state_dim < 2 else -(-state_dim // 4) * 4)
-
-    def slot_bytes(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Bytes per slot of each tensor."""
-        if self.together:
-            return (self.row * dtype.itemsize,)
-        return self.row * dtype.itemsize, 4 * self.state

@@ -12,7 +12,7 @@ from dynamicemb.options import (
     align_to_table_size,
 )
 from dynamicemb.table.base import MAX_SLOTS
-from dynamicemb.table.numbers import RowStrides, state_layout
+from dynamicemb.table.numbers import state_layout
 from dynamicemb.tiers.base import RowLayout
 
 _WIDEST_SCAN = 1024  # wider buckets are found through a map
@@ -74,9 +74,9 @@ def table_bytes(
     if layout.score_words == 2:
         parts.append(8 * slots)
     if device == "cuda":
-        strides = RowStrides.of(layout.dim, layout.dtype, layout.state_dim)
-        parts += [8 * slots, slots, 8 * (slots // width)]  # scores, marks, heads
-        parts += [slots * one for one in strides.slot_bytes(layout.dtype)]
+        state = layout.state_dim if layout.state_dim < 2 else _round_up(layout.state_dim, 4)
+        parts += [8 * slots, slots, 8 * (slots // width), 4 * slots]  # scores, marks, heads, stamps
+        parts += [slots * _round_up(layout.dim * layout.dtype.itemsize, 16), slots * 4 * state]
         return sum(_round_up(part, _CUDA_UNIT) for part in parts)
     columns, _, _ = state_layout(optimizer, layout.dim)  # the others are in the slot's record
     embedding = _round_up(layout.dim * layout.dtype.itemsize, 4)
