@@ -32,8 +32,8 @@ CLAIMED = 256 if INTERPRETED else 32
 NUMBERED = 512
 COMMITTED = 512
 #: Slots that one program looks at for the lowest scores, at a time.
-VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 512), 1
-VICTIM_PROGRAMS = 2 if INTERPRETED else 132 * 16
+VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 256), 1
+VICTIM_PROGRAMS = 2 if INTERPRETED else 132 * 64
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
 PERSISTENT = 2 if INTERPRETED else 132 * 16

@@ -17,6 +17,8 @@ from dynamicemb.table.rows import Pooling
 #: program copies. Measured on an H200.
 LONG_ROW = 16 if INTERPRETED else 128
 FOUND_TILE = 4096 if INTERPRETED else 1024
+#: Numbers that one program copies where slots are known.
+GATHER_TILE = 16384 if INTERPRETED else 2048
 
 
 def one_launch(layout: Layout) -> bool:
@@ -81,7 +83,7 @@ def gather(
     side: torch.Tensor | None,
 ) -> None:
     count = len(out)
-    block = max(1, (16384 if INTERPRETED else 2048) // one.columns)
+    block = max(1, GATHER_TILE // one.columns)
     launch(
         rows.gather_kernel,
         blocks(count, block),
