@@ -88,7 +88,7 @@ def lookup(kind: str, original: Callable[..., Any] | None) -> Callable[..., Any]
         if original is not None and not common.dev_weights.is_cuda:
             return original(*args, **kwargs)
         weights = common.dev_weights if common.dev_weights.numel() else common.host_weights
-        return _Lookup.apply(weights, kind, given)
+        return _Lookup.apply(common.placeholder_autograd_tensor, weights, kind, given)
 
     return invoke
 
@@ -98,10 +98,12 @@ def _flat(momentum: Any) -> torch.Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up, and in backward updates the rows."""
+    """Looks up, and in backward updates the rows. The first argument is there for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, kind: str, given: dict[str, Any]) -> torch.Tensor:
+    def forward(
+        ctx: Any, _: torch.Tensor, weights: torch.Tensor, kind: str, given: dict[str, Any]
+    ) -> torch.Tensor:
         common = given["common_args"]
         assert common.output_dtype == 0, "only float32 outputs"
         ctx.weights, ctx.kind, ctx.given = weights.detach(), kind, given
@@ -136,7 +138,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
         begins = ctx.given["common_args"].weights_offsets.tolist()
         tables: dict[int, list[tuple[int, Any, Any]]] = {}  # features of a table together
         for t, (ids, dim, bag, scale, first, last) in enumerate(ctx.parts):
@@ -151,7 +153,7 @@ class _Lookup(torch.autograd.Function):
             unique, inverse = torch.unique(ids, return_inverse=True)
             total = of_ids.new_zeros(len(unique), of_ids.shape[1]).index_add_(0, inverse, of_ids)
             _update(ctx.weights, ctx.kind, ctx.given, begin, features[0][0], unique, total)
-        return None, None, None
+        return None, None, None, None
 
 
 def _update(

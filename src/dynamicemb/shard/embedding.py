@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from dynamicemb.shard.sharding import RwSequenceDynamicEmbeddingSharding
 from dynamicemb.shard.tables import is_dynamic_info
 
 
-@dataclass
 class DynamicEmbeddingCollectionContext(EmbeddingCollectionContext):  # type: ignore[misc]
     """TorchRec's context of one batch, with the counts of the ids that were sent.
 
@@ -37,7 +35,9 @@ class DynamicEmbeddingCollectionContext(EmbeddingCollectionContext):  # type: ig
         where no table reads counts.
     """
 
-    frequency_counters: list[torch.Tensor | None] = field(default_factory=list)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)  # a dataclass in some versions of TorchRec alone
+        self.frequency_counters: list[torch.Tensor | None] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
