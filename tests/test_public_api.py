@@ -461,6 +461,7 @@ def test_one_embedding() -> None:
         "Optimizer",
         "SmartDecayAdam",
         "make_cached_host_mem_store_options",
+        "make_cached_remote_store_options",
         "make_cached_ssd_store_options",
         "make_column_options",
         "make_constant_initializer",
@@ -495,6 +496,9 @@ def test_one_embedding() -> None:
     )
     assert defaults(one_embedding.make_cached_ssd_store_options) == (
         budget | where | {"capacity": "None"} | sizes | {"host_cache_budget_mb": "0"}
+    )
+    assert defaults(one_embedding.make_cached_remote_store_options) == (
+        budget | {"url": "", "persistent_path": ""} | sizes | {"host_cache_budget_mb": "0"}
     )
     assert defaults(one_embedding.Ftrl) == {
         "params": "",

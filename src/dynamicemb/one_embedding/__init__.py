@@ -1,5 +1,5 @@
 """Embeddings in the form of OneFlow's OneEmbedding: several tables over one store, in the memory of
-the device, in main memory or on an SSD. See docs/one_embedding.md."""
+the device, in main memory, on an SSD or at a server. See docs/one_embedding.md."""
 
 from dynamicemb.one_embedding.embedding import (
     Embedding,
@@ -19,6 +19,7 @@ from dynamicemb.one_embedding.persistent import (
 )
 from dynamicemb.one_embedding.stores import (
     make_cached_host_mem_store_options,
+    make_cached_remote_store_options,
     make_cached_ssd_store_options,
     make_device_mem_store_options,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Optimizer",
     "SmartDecayAdam",
     "make_cached_host_mem_store_options",
+    "make_cached_remote_store_options",
     "make_cached_ssd_store_options",
     "make_column_options",
     "make_constant_initializer",

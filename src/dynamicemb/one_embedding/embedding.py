@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ from dynamicemb.one_embedding.store_table import (
     StoreTable,
     rank_capacity,
 )
-from dynamicemb.one_embedding.stores import StoreOptions
+from dynamicemb.one_embedding.stores import StoreOptions, options_text
 from dynamicemb.one_embedding.tables import TableOptions, column_widths, new_rows
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
@@ -128,7 +127,7 @@ class Embedding(DynamicModule):
         self.rank_id, self.world_size = ranks.rank, ranks.size
         self.local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank))
         self.is_full_cache = store.in_device_memory
-        self._options_text = json.dumps(store_options, sort_keys=True)
+        self._options_text = options_text(store_options)
         self._snapshots = Snapshots(
             table,
             None if store.on_ssd else made_of.make_snapshot_store(table),
@@ -144,6 +143,7 @@ class Embedding(DynamicModule):
             },
             limit=self._limit,
             insert=self._insert_whole,
+            at_a_server=store.url is not None,
         )
         try:
             self._snapshots.resume(resume)
@@ -273,7 +273,8 @@ class Embedding(DynamicModule):
         self._at_most = rows
 
     def _count_rows(self) -> None:
-        self._at_most = len(self.tables[0])
+        if self._limit is not None:
+            self._at_most = len(self.tables[0])
 
     def _with_growth(self, insert: Callable[[], ResultT]) -> ResultT:
         """Run ``insert``, again if a bucket was full before the table was."""
@@ -314,6 +315,11 @@ class Embedding(DynamicModule):
         super().apply_torch_optimizer(optimizer)
 
     # ---- snapshots ----
+
+    def flush(self) -> None:
+        """Write rows that are only in caches to where all rows are: main memory, the SSD, or the
+        server, where another process finds them."""
+        self.tables[0].flush()
 
     def save_snapshot(self, snapshot_name: str) -> None:
         """Keep all rows of now, with optimizer state, under a name; all ranks must call it.
@@ -433,8 +439,10 @@ class Embedding(DynamicModule):
     def _move(self, device: torch.device) -> None:
         before = self.tables[0]
         on_ssd = self._made_of.store.on_ssd
-        if on_ssd:  # one store at a time has the folder
+        stays = self._made_of.store.outlives_the_table
+        if stays:
             before.flush()
+        if on_ssd:  # one store at a time has the folder
             self._snapshots.store.close()
         try:
             table = self._made_of.make(before.optimizer, device)
@@ -442,7 +450,7 @@ class Embedding(DynamicModule):
             if on_ssd:
                 self._use(self._made_of.make(before.optimizer, before.device), before)
             raise
-        if not on_ssd:
+        if not stays:
             for rows in before.export():
                 table.write_rows(*(part.to(table.device) for part in vars(rows).values()))
         self._use(table, before)
@@ -455,15 +463,14 @@ class Embedding(DynamicModule):
         self._attach()
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.embedding_name!r}, {self.embedding_dim}, tables={self.num_tables}, "
-            f"rows={len(self.tables[0])}"
+        return f"{self.embedding_name!r}, {self.embedding_dim}, tables={self.num_tables}" + (
+            "" if self._made_of.store.url else f", rows={len(self.tables[0])}"
         )
 
 
 class MultiTableEmbedding(Embedding):
-    """Several tables with rows of one width over one store, on the device, in main memory or on an
-    SSD. Ids are looked up without a vocabulary: a new one gets its row in training.
+    """Several tables with rows of one width over one store, on the device, in main memory, on an
+    SSD or at a server. Ids are looked up without a vocabulary: a new one gets its row in training.
 
     Args:
         name: unique in the process.
@@ -471,8 +478,8 @@ class MultiTableEmbedding(Embedding):
         dtype: of the rows, ``torch.float``.
         key_type: of the ids: ``torch.int64``, ``int32``, ``uint64`` or ``uint32``.
         tables: a list of ``make_table_options(...)``; ``None``: one table.
-        store_options: of ``make_device_mem_store_options``, ``make_cached_ssd_store_options`` or
-            ``make_cached_host_mem_store_options``.
+        store_options: of ``make_device_mem_store_options``, ``make_cached_ssd_store_options``,
+            ``make_cached_host_mem_store_options`` or ``make_cached_remote_store_options``.
         default_initializer: of the one table if ``tables`` is ``None``; default N(0, 0.05).
         padding_idx: an id that reads zeros, is never stored and takes no gradient.
         seed: of new rows, which are a function of (seed, id, column).

@@ -37,6 +37,7 @@ class Snapshots:
     ``store``: where rows of this rank are on the disk; it is the table's own, or only holds what
     snapshots need. ``about``: what must be equal to load a snapshot, by name. ``insert`` puts rows
     into the table. ``limit``: rows the table may have on this rank; ``None``: any number.
+    ``at_a_server``: the table's rows are where others may have put them.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Snapshots:
         about: dict[str, Any],
         limit: int | None,
         insert: Insert,
+        at_a_server: bool = False,
     ) -> None:
         self.table = table
         self._own_store = store
@@ -63,6 +65,7 @@ class Snapshots:
         self._physical_block_size = physical_block_size
         self._about = about
         self._limit = limit
+        self._at_a_server = at_a_server
         self._insert = weakref.WeakMethod(insert)  # of the module that has this
         # Of the table, when the store had all its rows, with their state's optimizer.
         self._mark: tuple[int, OptimizerKind] | None = None
@@ -105,9 +108,9 @@ class Snapshots:
         self.changed, self.last = False, name
 
     def _save(self, stored: str) -> None:
-        if self._own_store is None:
+        if self._own_store is None or self._at_a_server:
             self.table.flush()
-        else:
+        if self._own_store is not None:
             self._write_rows(self._own_store)
         note = {
             "optimizer": self.table.optimizer.kind.name,
@@ -151,12 +154,15 @@ class Snapshots:
     # ---- loading ----
 
     def resume(self, wanted: bool) -> None:
-        """At the start: the newest snapshot of these ranks, or no row."""
+        """At the start: the newest snapshot of these ranks, or no row; but a server keeps the rows
+        that it has where there is no snapshot."""
         known = self._complete()
         if wanted and known:
             name = max(known, key=lambda one: known[one])
             self._load_own(name, known[name], None, None)
             logger.info("%s continues from snapshot %r", self._about["name"], name)
+            return
+        if wanted and self._at_a_server:
             return
         if len(self.table):  # what a crash left on the SSD, of no moment in particular
             self.table.clear()

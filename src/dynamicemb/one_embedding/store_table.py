@@ -21,7 +21,7 @@ from dynamicemb.options import (
 )
 from dynamicemb.table import Table, create_table
 from dynamicemb.table.base import MAX_SLOTS
-from dynamicemb.tiers import HostStore, SsdStore, Stack, Store
+from dynamicemb.tiers import HostStore, RemoteStore, SsdStore, Stack, Store
 
 #: A table grows before it is fuller than this.
 LOAD_FACTOR = 0.7
@@ -51,7 +51,7 @@ class StoreTable:
     folder: str
 
     def make(self, optimizer: Optimizer, device: torch.device | str) -> Table:
-        """A table on ``device``; on an SSD, with the rows that are there."""
+        """A table on ``device``; on an SSD or at a server, with the rows that are there."""
         store = self.store
         rows = MAX_SLOTS // 4
         if store.capacity is not None:
@@ -70,7 +70,7 @@ class StoreTable:
         else:
             first_cache, *others = (mb * _MIB for mb in store.caches_mb)
             below: list[MakeStore] = [HostStore.within(size) for size in others]
-            below.append(self._make_ssd_store if store.on_ssd else _full_host_store)
+            below.append(self._last_store())
             options = replace(
                 options,
                 caching=True,
@@ -81,6 +81,11 @@ class StoreTable:
             return create_table(
                 options, optimizer=optimizer, name=self.name, seed=self.seed, device=device
             )
+
+    def _last_store(self) -> MakeStore:
+        if self.store.url is not None:
+            return RemoteStore.at(self.store.url, table=self.name)
+        return self._make_ssd_store if self.store.on_ssd else _full_host_store
 
     def make_snapshot_store(self, table: Table) -> SsdStore:
         """What keeps the snapshots of a table that is in memory."""

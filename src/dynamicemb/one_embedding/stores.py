@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dynamicemb.errors import check_choice, check_integer, wrong_type, wrong_value
+from dynamicemb.tiers import RemoteStore
+from dynamicemb.tiers.remote.url import redacted
 
 PersistentPath = str | Sequence[str]
 StoreOptionsDict = dict[str, Any]
@@ -103,6 +106,47 @@ def make_cached_host_mem_store_options(
     }
 
 
+def make_cached_remote_store_options(
+    cache_budget_mb: int,
+    url: str,
+    persistent_path: PersistentPath,
+    size_factor: int = 1,
+    storage_dim: int = -1,
+    physical_block_size: int = 4096,
+    host_cache_budget_mb: int = 0,
+) -> StoreOptionsDict:
+    """All rows at a server, such as Redis, under the embedding's name; those in use in
+    ``cache_budget_mb`` MiB of the device's memory, with a second cache of ``host_cache_budget_mb``
+    MiB in main memory below it.
+
+    Args:
+        url: of the server; see docs/parameter_server.md.
+        persistent_path: the folder for snapshots. An embedding starts from the newest one there; if
+            there is none, with the rows that the server has.
+    The other arguments are those of :func:`make_cached_ssd_store_options`.
+    """
+    options = make_cached_ssd_store_options(
+        cache_budget_mb,
+        persistent_path,
+        None,
+        size_factor,
+        storage_dim,
+        physical_block_size,
+        host_cache_budget_mb,
+    )
+    RemoteStore.at(url, table="rows")  # what is wrong with a URL is said here
+    options["kv_store"]["remote"] = {"url": url}
+    return options
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """Store options as JSON, without the credentials of a URL."""
+    kv_store = dict(options["kv_store"])
+    if "remote" in kv_store:
+        kv_store["remote"] = {"url": redacted(kv_store["remote"]["url"])}
+    return json.dumps({**options, "kv_store": kv_store}, sort_keys=True)
+
+
 def _full(capacity: int, kind: str) -> dict[str, Any]:
     return {"policy": "full", "capacity": capacity, "value_memory_kind": kind}
 
@@ -149,7 +193,8 @@ def _checked_on_full(on_full: object) -> str:
 class StoreOptions:
     """What a dictionary of the functions above says.
 
-    capacity: rows that a full store holds, over all ranks; ``None``: all rows are on the SSD.
+    capacity: rows that a full store holds, over all ranks; ``None``: all rows are on the SSD, or at
+    the server of ``url``.
     device_cache_mb, host_cache_mb: of caches; 0: there is none.
     """
 
@@ -161,6 +206,7 @@ class StoreOptions:
     size_factor: int
     storage_dim: int
     grows: bool
+    url: str | None = field(default=None, repr=False)
 
     @property
     def caches_mb(self) -> list[int]:
@@ -175,6 +221,11 @@ class StoreOptions:
     @property
     def on_ssd(self) -> bool:
         """Whether the SSD has every row at all times, not only those of snapshots."""
+        return self.capacity is None and self.url is None
+
+    @property
+    def outlives_the_table(self) -> bool:
+        """Whether rows stay where they are when the table goes."""
         return self.capacity is None
 
     @staticmethod
@@ -191,8 +242,11 @@ class StoreOptions:
             sizes = _sizes(options["size_factor"], options["storage_dim"])
             grows = _checked_on_full(options.get("on_full", "error")) == "grow"
             capacity, budgets = _parse_caches(caches)
+            url = kv_store["remote"]["url"] if "remote" in kv_store else None
         except (KeyError, TypeError, AttributeError) as error:
-            raise wrong_value("store_options", dict(options), allowed) from error
+            raise wrong_value("store_options", sorted(map(str, options)), allowed) from error
+        if url is not None and capacity is not None:
+            raise wrong_value("caches of store_options", "full", "lru, where rows are at a server")
         path = checked["path"]
         return StoreOptions(
             path=path if isinstance(path, str) else tuple(path),
@@ -201,6 +255,7 @@ class StoreOptions:
             device_cache_mb=budgets.get("device", 0),
             host_cache_mb=budgets.get("host", 0),
             grows=grows,
+            url=url,
             **sizes,
         )
 
