@@ -22,5 +22,5 @@ def redis_url() -> Iterator[str]:
     from redis_servers import RedisServer
 
     server = RedisServer()
-    yield server.url()
+    yield f"redis://127.0.0.1:{server.port}/"  # without options: pages add their own
     server.close()
