@@ -36,7 +36,7 @@ from dynamicemb import (
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
-from report import environment
+from dynamicemb.cli.machine import environment
 
 DIM = 64
 STATE = 2 * DIM  # Adam

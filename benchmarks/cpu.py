@@ -6,9 +6,10 @@
 
 Workload: a table of 4,000,000 rows of 64 float32, random 64-bit ids, batches of 65,536 ids, all of
 them in the table; uniform and Zipf 1.05; pooled means 6,553 bags of 10. Forward is an evaluation
-forward, train is a whole step (forward, backward, update). ``timing.py`` says how a call is timed,
-``peers.py`` what it is compared with. Ratio = our time / the peer's time; a ratio above its target
-is a MISS. A peer that is not installed has its line too, with what to install. The exit status
+forward, train is a whole step (forward, backward, update). How a call is timed is in
+``dynamicemb/cli/benching/timing.py``, what it is compared with in ``contenders.py`` beside it and
+in ``peers.py``. Ratio = our time / the peer's time; a ratio above its target is a MISS. A peer that
+is not installed has its line too, with what to install. The exit status
 is 0 in every one of these cases: this is a measurement, not a test.
 """
 
@@ -26,10 +27,12 @@ import torch
 
 import ours
 import peers
-from peers import Contender, NotInstalled
-from report import Row, available_bytes, environment, print_rows, print_table, summary
-from timing import Result, interleave, keep_freed_memory
-from workload import BAG, BATCH, DIM, DISTRIBUTIONS, Batch, Workload
+from dynamicemb.cli.benching import contenders
+from dynamicemb.cli.benching.contenders import Contender, NotInstalled
+from dynamicemb.cli.benching.timing import Result, interleave, keep_freed_memory
+from dynamicemb.cli.benching.workload import BAG, BATCH, DIM, DISTRIBUTIONS, Batch, Workload
+from dynamicemb.cli.machine import available_bytes, environment
+from report import Row, print_rows, print_table, summary
 
 # TDE has no package to run here. Measured side by side on 2026-11-15, 4M ids, uniform, one thread:
 # its naive map with the LFU-LRU strategy took 162 ns an id, boost::unordered_flat_map 62 ns.
@@ -199,11 +202,11 @@ def forward(run: Run) -> None:
     rows = compare(
         run,
         "unpooled forward",
-        lambda: ours.Forward(ours.build(work)),
+        lambda: contenders.Forward(contenders.build(work)),
         {
-            "FBGEMM TBE, no pooling": Peer(lambda: peers.Tbe(work, "none"), 0.40),
-            "FBGEMM TBE, bags of 1": Peer(lambda: peers.Tbe(work, "sum"), 0.65),
-            "F.embedding": Peer(lambda: peers.FunctionalEmbedding(work), 1.0),
+            "FBGEMM TBE, no pooling": Peer(lambda: contenders.Tbe(work, "none"), 0.40),
+            "FBGEMM TBE, bags of 1": Peer(lambda: contenders.Tbe(work, "sum"), 0.65),
+            "F.embedding": Peer(lambda: contenders.FunctionalEmbedding(work), 1.0),
             "TorchRec MCH + EC": Peer(lambda: peers.ManagedCollision(work), 0.20),
         },
         batches=main_batches(run),
@@ -218,11 +221,11 @@ def pooled(run: Run) -> None:
     rows = compare(
         run,
         "pooled forward",
-        lambda: ours.Forward(ours.build(work, pooling="sum")),
+        lambda: contenders.Forward(contenders.build(work, pooling="sum")),
         {
-            "FBGEMM TBE SUM": Peer(lambda: peers.Tbe(work, "sum"), 0.70),
+            "FBGEMM TBE SUM": Peer(lambda: contenders.Tbe(work, "sum"), 0.70),
             "nn.EmbeddingBag": Peer(
-                lambda: peers.EmbeddingBag(work), {"uniform": 1.3, "zipf": 1.5}
+                lambda: contenders.EmbeddingBag(work), {"uniform": 1.3, "zipf": 1.5}
             ),
         },
         batches=main_batches(run, BAG),
@@ -237,13 +240,17 @@ def train_adagrad(run: Run) -> None:
     rows = compare(
         run,
         "train, rowwise Adagrad",
-        lambda: ours.Train(ours.build(work, optimizer="rowwise_adagrad")),
+        lambda: contenders.Train(contenders.build(work, optimizer="rowwise_adagrad")),
         {
-            "FBGEMM TBE, bags of 1": Peer(lambda: peers.Tbe(work, "sum", "rowwise_adagrad"), 0.70),
-            "FBGEMM TBE, no pooling": Peer(
-                lambda: peers.Tbe(work, "none", "rowwise_adagrad"), 0.10
+            "FBGEMM TBE, bags of 1": Peer(
+                lambda: contenders.Tbe(work, "sum", "rowwise_adagrad"), 0.70
             ),
-            "nn.Embedding + Adagrad (full)": Peer(lambda: peers.SparseEmbedding(work, "adagrad")),
+            "FBGEMM TBE, no pooling": Peer(
+                lambda: contenders.Tbe(work, "none", "rowwise_adagrad"), 0.10
+            ),
+            "nn.Embedding + Adagrad (full)": Peer(
+                lambda: contenders.SparseEmbedding(work, "adagrad")
+            ),
         },
         batches=main_batches(run),
         unit="ms",
@@ -257,11 +264,11 @@ def train_sgd(run: Run) -> None:
     rows = compare(
         run,
         "train, SGD",
-        lambda: ours.Train(ours.build(work, optimizer="sgd")),
+        lambda: contenders.Train(contenders.build(work, optimizer="sgd")),
         {
-            "FBGEMM TBE, bags of 1": Peer(lambda: peers.Tbe(work, "sum", "sgd"), 0.65),
-            "FBGEMM TBE, no pooling": Peer(lambda: peers.Tbe(work, "none", "sgd")),
-            "nn.Embedding + SGD": Peer(lambda: peers.SparseEmbedding(work, "sgd")),
+            "FBGEMM TBE, bags of 1": Peer(lambda: contenders.Tbe(work, "sum", "sgd"), 0.65),
+            "FBGEMM TBE, no pooling": Peer(lambda: contenders.Tbe(work, "none", "sgd")),
+            "nn.Embedding + SGD": Peer(lambda: contenders.SparseEmbedding(work, "sgd")),
         },
         batches=main_batches(run),
         unit="ms",
@@ -275,8 +282,8 @@ def train_adam(run: Run) -> None:
     rows = compare(
         run,
         "train, Adam",
-        lambda: ours.Train(ours.build(work, optimizer="adam")),
-        {"nn.Embedding + SparseAdam": Peer(lambda: peers.SparseEmbedding(work, "adam"), 0.22)},
+        lambda: contenders.Train(contenders.build(work, optimizer="adam")),
+        {"nn.Embedding + SparseAdam": Peer(lambda: contenders.SparseEmbedding(work, "adam"), 0.22)},
         batches=main_batches(run),
         unit="ms",
     )
@@ -296,7 +303,7 @@ def tfra(run: Run) -> None:
     rows = compare(
         run,
         "lookup",
-        lambda: ours.Forward(ours.build(work)),
+        lambda: contenders.Forward(contenders.build(work)),
         {"TFRA": Peer(worker(None), 0.22)},
         batches=batches,
         unit="ns/id",
@@ -304,7 +311,7 @@ def tfra(run: Run) -> None:
     for optimizer, label in (("sgd", "SGD"), ("adagrad", "Adagrad"), ("adam", "Adam")):
 
         def make_ours(optimizer: str = optimizer) -> Contender:
-            return ours.Train(ours.build(work, optimizer=optimizer))
+            return contenders.Train(contenders.build(work, optimizer=optimizer))
 
         rows += compare(
             run,
@@ -324,7 +331,7 @@ def slots(run: Run) -> None:
         rows = compare(
             run,
             "id to slot, 1 thread",
-            lambda: ours.FindSlots(ours.build(work)),
+            lambda: ours.FindSlots(contenders.build(work)),
             {"boost flat map": Peer(lambda: peers.BoostFlatMap(work, run.boost_include), 0.65)},
             batches=main_batches(run),
             unit="ns/id",
@@ -369,27 +376,21 @@ def size_of_ours(
     work: Workload,
     batches: Mapping[str, list[Batch]],
     found: dict[str, dict[str, Result]],
-) -> float | None:
-    """Add our times (and boost's) to ``found``; bytes per id of our table, if it is installed."""
+) -> float:
+    """Add our times (and boost's) to ``found``; bytes per id of our table."""
+    module = contenders.build(work, load=GROWTH_LOAD)
     factories: dict[str, Callable[[], Contender]] = {
-        "boost": lambda: peers.BoostFlatMap(work, run.boost_include)
+        "boost": lambda: peers.BoostFlatMap(work, run.boost_include),
+        "slot": lambda: ours.FindSlots(module),
     }
-    bytes_per_id = None
-    try:
-        module = ours.build(work, load=GROWTH_LOAD)
-    except NotInstalled:
-        module = None
-    if module is not None:
-        factories["slot"] = lambda: ours.FindSlots(module)
-        stats = module.tables[0].stats()
-        bytes_per_id = stats.bytes / stats.size
-        for d, of in batches.items():
-            found[d] |= run.measure({"forward": ours.Forward(module)}, of)
-            found[d] |= run.measure({"train": ours.Train(module)}, of)
+    for d, of in batches.items():
+        found[d] |= run.measure({"forward": contenders.Forward(module)}, of)
+        found[d] |= run.measure({"train": contenders.Train(module)}, of)
     with torch_threads(1), built(factories) as (here, _):
         for d, of in batches.items():
             found[d] |= run.measure(here, of)
-    return bytes_per_id
+    stats = module.tables[0].stats()
+    return stats.bytes / stats.size
 
 
 def size_lines(run: Run, n: int) -> list[dict[str, Any]]:
@@ -398,7 +399,7 @@ def size_lines(run: Run, n: int) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Result]] = {d: {} for d in DISTRIBUTIONS}
     bytes_per_id = size_of_ours(run, work, batches, found)
     gc.collect()
-    with built({"F.embedding": lambda: peers.FunctionalEmbedding(work)}) as (here, _):
+    with built({"F.embedding": lambda: contenders.FunctionalEmbedding(work)}) as (here, _):
         for d, of in batches.items():
             found[d] |= run.measure(here, of)
     return [
@@ -436,19 +437,15 @@ def steps(run: Run, section: str, points: list[tuple[int, int]]) -> list[dict[st
     """Forward and training step at each (batch size, threads); the peers take turns with ours."""
     work = run.work
     lines = []
-    try:
-        module = ours.build(work)
-    except NotInstalled:
-        module = None
+    module = contenders.build(work)
     forwards: dict[str, Callable[[], Contender]] = {
-        "F.embedding": lambda: peers.FunctionalEmbedding(work)
+        "ours": lambda: contenders.Forward(module),
+        "F.embedding": lambda: contenders.FunctionalEmbedding(work),
     }
     trains: dict[str, Callable[[], Contender]] = {
-        "TBE, bags of 1": lambda: peers.Tbe(work, "sum", "rowwise_adagrad")
+        "ours": lambda: contenders.Train(module),
+        "TBE, bags of 1": lambda: contenders.Tbe(work, "sum", "rowwise_adagrad"),
     }
-    if module is not None:
-        forwards = {"ours": lambda: ours.Forward(module)} | forwards
-        trains = {"ours": lambda: ours.Train(module)} | trains
     with built(forwards) as (forward_here, _), built(trains) as (train_here, _):
         for size, count in points:
             for distribution in DISTRIBUTIONS:
@@ -482,11 +479,7 @@ def memory(run: Run) -> None:
     states = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * DIM, "adam": 8 * DIM}
     for optimizer, state in states.items():
         for load in (0.5, 0.75):
-            try:
-                stats = ours.build(work, optimizer=optimizer, load=load).tables[0].stats()
-            except NotInstalled as error:
-                print(f"ours not installed: {error}")
-                return
+            stats = contenders.build(work, optimizer=optimizer, load=load).tables[0].stats()
             bare = BARE_ROW_BYTES + state
             lines.append(
                 growth_line(

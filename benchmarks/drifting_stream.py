@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from report import environment
+from dynamicemb.cli.machine import environment
 
 ROWS, IDS, DIM = 20_000, 40_000, 8
 BATCH, BATCHES, LEAVING = 2048, 50, 4000

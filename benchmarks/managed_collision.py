@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from report import environment
-from timing import Sample, keep_freed_memory, waited_ms
+from dynamicemb.cli.benching.timing import Sample, keep_freed_memory, waited_ms
+from dynamicemb.cli.machine import environment
 
 POLICIES = ("LRU", "LFU", "DistanceLFU")
 

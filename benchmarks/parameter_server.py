@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from report import environment
-from timing import interleave, keep_freed_memory
+from dynamicemb.cli.benching.timing import interleave, keep_freed_memory
+from dynamicemb.cli.machine import environment
 
 ROWS, WIDTH, CHUNK = 10_000, 64, 1000
 #: Milliseconds of torchrec_dynamic_embedding for 100,000 ids ("naive"), and for evicting 500,000.

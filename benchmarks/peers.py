@@ -1,8 +1,5 @@
-"""The libraries we compare with. Each contender is built once and then runs one batch at a time.
-
-A contender that cannot be had here raises ``NotInstalled`` with what to install. Static tables get
-row numbers instead of ids (they cannot look ids up), all memory is touched before the first
-call, and every option is the one that makes the peer faster.
+"""Libraries we compare with, beside the static tables of ``dynamicemb.cli.benching.contenders``,
+whose rules hold here too.
 """
 
 from __future__ import annotations
@@ -12,125 +9,17 @@ import json
 import os
 import subprocess
 import tempfile
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from timing import Sample
-from workload import DIM, Batch, Workload
+from dynamicemb.cli.benching.contenders import Contender, NotInstalled
+from dynamicemb.cli.benching.timing import Sample
+from dynamicemb.cli.benching.workload import DIM, Batch, Workload
 
 HERE = Path(__file__).resolve().parent
-LEARNING_RATE = 1e-4
-
-
-class NotInstalled(Exception):
-    """The peer is missing on this machine; the message says how to get it."""
-
-
-class Contender(ABC):
-    """Something that is timed: ``run`` is one call."""
-
-    @abstractmethod
-    def run(self, batch: Batch) -> Sample | None:
-        """Do one call; return its Sample if it was timed elsewhere."""
-
-    def close(self) -> None:
-        """Give back what the garbage collector does not; most contenders own only memory."""
-        return
-
-
-def random_rows(n: int) -> Tensor:
-    """``[n, DIM]`` float32, every page written."""
-    return torch.empty(n, DIM).uniform_(-0.1, 0.1)
-
-
-class FunctionalEmbedding(Contender):
-    """``torch.nn.functional.embedding``."""
-
-    def __init__(self, work: Workload) -> None:
-        self.weight = random_rows(work.n)
-
-    @torch.no_grad()
-    def run(self, batch: Batch) -> None:
-        nn.functional.embedding(batch.rows, self.weight)
-
-
-class EmbeddingBag(Contender):
-    """``torch.nn.EmbeddingBag`` with mode sum."""
-
-    def __init__(self, work: Workload) -> None:
-        self.module = nn.EmbeddingBag.from_pretrained(
-            random_rows(work.n), mode="sum", include_last_offset=True
-        )
-
-    @torch.no_grad()
-    def run(self, batch: Batch) -> None:
-        self.module(batch.rows, batch.offsets)
-
-
-class SparseEmbedding(Contender):
-    """``torch.nn.Embedding(sparse=True)`` trained by ``torch.optim``."""
-
-    def __init__(self, work: Workload, optimizer: str) -> None:
-        self.module = nn.Embedding.from_pretrained(random_rows(work.n), freeze=False, sparse=True)
-        make = {"adam": "SparseAdam", "sgd": "SGD", "adagrad": "Adagrad"}[optimizer]
-        self.optimizer = getattr(torch.optim, make)(self.module.parameters(), lr=LEARNING_RATE)
-        self.step(work.ids.new_zeros(1), torch.zeros(1, DIM))
-        for state in self.optimizer.state[self.module.weight].values():
-            if isinstance(state, Tensor) and state.ndim:
-                state.add_(0)  # zeros are not backed by memory until written
-
-    def step(self, rows: Tensor, grad: Tensor) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.module(rows).backward(grad)
-        self.optimizer.step()
-
-    def run(self, batch: Batch) -> None:
-        self.step(batch.rows, batch.grad)
-
-
-class Tbe(Contender):
-    """FBGEMM's table-batched embedding on the CPU: forward only, or a whole fused training step.
-
-    ``pooling`` is "none" (what TorchRec's EmbeddingCollection uses) or "sum".
-    """
-
-    def __init__(self, work: Workload, pooling: str, optimizer: str | None = None) -> None:
-        try:
-            import fbgemm_gpu.split_table_batched_embeddings_ops_training as tbe
-            from fbgemm_gpu.split_embedding_configs import EmbOptimType
-            from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-                BoundsCheckMode,
-                EmbeddingLocation,
-                PoolingMode,
-            )
-        except (ImportError, OSError) as error:
-            raise NotInstalled(f"pip install fbgemm-gpu-cpu ({error})") from error
-        kinds = {
-            None: EmbOptimType.EXACT_SGD,
-            "sgd": EmbOptimType.EXACT_SGD,
-            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        }
-        self.module = tbe.SplitTableBatchedEmbeddingBagsCodegen(
-            [(work.n, DIM, EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)],
-            optimizer=kinds[optimizer],
-            learning_rate=LEARNING_RATE,
-            pooling_mode=PoolingMode.NONE if pooling == "none" else PoolingMode.SUM,
-            bounds_check_mode=BoundsCheckMode.NONE,
-            device=torch.device("cpu"),
-        )
-        self.module.init_embedding_weights_uniform(-0.1, 0.1)
-        self.training = optimizer is not None
-
-    def run(self, batch: Batch) -> None:
-        with torch.set_grad_enabled(self.training):
-            rows = self.module(batch.rows, batch.offsets)
-        if self.training:
-            rows.backward(batch.grad)
 
 
 class ManagedCollision(Contender):

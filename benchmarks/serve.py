@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 
 from dynamicemb import DynamicEmbDump
+from dynamicemb.cli.machine import environment
 from dynamicemb.serving import HttpTable, ServingTable
-from report import environment, print_table
+from report import print_table
 from serving import filled
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_recommenders_addons import dynamic_embedding as de
 
+# The interpreter of TFRA has no torch, and this module needs none.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src/dynamicemb/cli/benching"))
 from timing import keep_freed_memory, others_ms, sample
 
 DIM = 64

@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from report import Row, environment, print_rows, summary
-from timing import keep_freed_memory
-from workload import BAG, DIM, DISTRIBUTIONS, Batch, Workload
+from dynamicemb.cli.benching.timing import keep_freed_memory
+from dynamicemb.cli.benching.workload import BAG, DIM, DISTRIBUTIONS, Batch, Workload
+from dynamicemb.cli.machine import environment
+from report import Row, print_rows, summary
 
 CASES = ("sequence", "pooled")
 OPTIMIZERS = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}

@@ -17,6 +17,8 @@ COMMANDS = {
     "verify": ("dynamicemb.cli.verify", "compare every checksum of checkpoints, and more"),
     "diff": ("dynamicemb.cli.diff", "compare the rows of two checkpoints"),
     "serve": ("dynamicemb.cli.serve", "answer lookups in a checkpoint over HTTP, and follow it"),
+    "bench": ("dynamicemb.cli.bench", "time dynamic against static tables on this machine"),
+    "doctor": ("dynamicemb.cli.doctor", "what is installed, what works, and what is missing"),
 }
 MISTAKE = 2
 

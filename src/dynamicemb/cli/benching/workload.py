@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 DIM = 64
@@ -33,16 +34,17 @@ class Batch:
 
 
 class Workload:
-    """``n`` distinct random ids; ``ids[row]`` is the id that a static table keeps in ``row``."""
+    """``n`` distinct random ids; ``ids[row]`` is the id that a static table keeps in ``row``. Rows
+    have ``dim`` columns; ids and batches are on ``device``."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, *, dim: int = DIM, device: torch.device | str = "cpu") -> None:
         generator = np.random.default_rng(1)
         ids = np.unique(generator.integers(-(2**62), 2**62, size=n + n // 1000 + 1000))
         generator.shuffle(ids)
-        self.n = n
-        self.ids = torch.from_numpy(np.ascontiguousarray(ids[:n]))
-        self._cdf: np.ndarray | None = None
-        self._by_popularity: np.ndarray | None = None
+        self.n, self.dim, self.device = n, dim, torch.device(device)
+        self.ids = torch.from_numpy(np.ascontiguousarray(ids[:n])).to(device)
+        self._cdf: NDArray[np.float64] | None = None
+        self._by_popularity: NDArray[np.int64] | None = None
 
     def batches(self, distribution: str, *, size: int = BATCH, bag: int = 1) -> list[Batch]:
         """At least 16 batches (fewer if they are very large) of ``size // bag`` bags of ``bag``.
@@ -51,16 +53,20 @@ class Workload:
         """
         bags = size // bag
         generator = np.random.default_rng(2)
-        offsets = torch.arange(bags + 1, dtype=torch.int64) * bag
-        grad = torch.rand(bags, DIM, generator=torch.Generator().manual_seed(3)) - 0.5
+        offsets = (torch.arange(bags + 1, dtype=torch.int64) * bag).to(self.device)
+        grad = torch.rand(bags, self.dim, generator=torch.Generator().manual_seed(3)) - 0.5
+        grad = grad.to(self.device)
         count = max(16 if size < 2**19 else 4, math.ceil(2**20 / size))
         result = []
         for index in range(count):
             rows = torch.from_numpy(self._draw(generator, distribution, bags * bag))
+            rows = rows.to(self.device)
             result.append(Batch(distribution, index, self.ids[rows], rows, offsets, grad))
         return result
 
-    def _draw(self, generator: np.random.Generator, distribution: str, size: int) -> np.ndarray:
+    def _draw(
+        self, generator: np.random.Generator, distribution: str, size: int
+    ) -> NDArray[np.int64]:
         if distribution == "uniform":
             return generator.integers(0, self.n, size=size)
         if self._cdf is None or self._by_popularity is None:

@@ -1,0 +1,1 @@
+"""``dynamicemb bench``, and what it shares with the programs in ``benchmarks/``."""

@@ -1,0 +1,1 @@
+"""``dynamicemb doctor``: what is installed, what the machine has, tiny runs of what should work."""
