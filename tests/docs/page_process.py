@@ -2,7 +2,8 @@
 
 A program: it imports torch and TorchRec once, then forks for every request, a line of JSON on its
 standard input with ``folder``, ``log``, ``environment`` and ``steps`` ({kind, code, file, line});
-it answers {"pid"} and, when that process is done, {"status"}.
+it answers {"pid"} and, when that process is done, {"status"}. Its argument is the folder for what
+warm_commands.py writes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import sys
 import traceback
 import types
 import warnings
+from pathlib import Path
 from typing import Any
+
+import warm_commands
 
 
 def run(request: dict[str, Any]) -> None:
@@ -60,12 +64,13 @@ def main() -> None:
         warnings.simplefilter("ignore")
         import torchrec.distributed.model_parallel  # noqa: F401
 
-        import dynamicemb  # noqa: F401
+        import dynamicemb.cli.app  # noqa: F401
 
     def answer(**values: int) -> None:
         answers.write(json.dumps(values) + "\n")
         answers.flush()
 
+    warm_commands.start(Path(sys.argv[1]))
     answer(ready=1)
     for line in sys.stdin:
         pid = os.fork()

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ class PageRunner:
     """Runs the blocks of a page in a fresh process, through page_process.py."""
 
     def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
         program = Path(__file__).with_name("page_process.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(program), self._folder.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert "ready" in self._answer(TIMEOUT_S)
 
@@ -40,8 +45,8 @@ class PageRunner:
             }
             for block in blocks
         ]
-        venv = str(Path(sys.executable).parent)
-        environment = {"PATH": f"{venv}{os.pathsep}{os.environ['PATH']}", **environment}
+        first = (self._folder.name, str(Path(sys.executable).parent), os.environ["PATH"])
+        environment = {"PATH": os.pathsep.join(first), **environment}
         request = {
             "folder": str(work),
             "log": str(log),
@@ -73,3 +78,4 @@ class PageRunner:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._folder.cleanup()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -102,9 +104,9 @@ def test_a_block_that_fails_fails_its_page(page_runner: PageRunner, tmp_path: Pa
     page.write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
     with pytest.raises(AssertionError, match=r"page\.md\", line 6.*\n.*assert x == 2"):
         page_runner.run(blocks_of(page), tmp_path, dict(os.environ))
-    for code in ("false | cat", "no-such-command", "exit 3"):
+    for code in ("false | cat", "no-such-command", "exit 3", "dynamicemb no-such-command"):
         page.write_text(f"```sh\n{code}\n```\n")
-        folder = tmp_path / code.split()[0]
+        folder = tmp_path / code.replace(" ", "_")
         folder.mkdir()
         with pytest.raises(AssertionError):
             page_runner.run(blocks_of(page), folder, {})
@@ -113,3 +115,19 @@ def test_a_block_that_fails_fails_its_page(page_runner: PageRunner, tmp_path: Pa
 def test_first_example_is_the_file() -> None:
     first = next(block for block in BLOCKS if block.kind == "python")
     assert first.code == (ROOT / "examples" / "first_steps.py").read_text()
+
+
+def test_the_command_of_a_page_is_the_command(page_runner: PageRunner, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        """```sh
+dynamicemb --version > here
+dynamicemb trian 2> mistake || test $? = 2
+grep "did you mean train" mistake
+```
+"""
+    )
+    page_runner.run(blocks_of(page), tmp_path, {})
+    script = [str(Path(sys.executable).parent / "dynamicemb"), "--version"]
+    told = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    assert (tmp_path / "work" / "here").read_text() == told.stdout
