@@ -85,7 +85,7 @@ def rows_of(path: Path | str, **options: Any) -> Rows:
 def json_of(capsys: Capture, *arguments: str | Path, status: int = 0) -> Any:
     """What a command says with ``--json``."""
     assert main([*map(str, arguments), "--json"]) == status
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def said(capsys: Capture, *arguments: str | Path, status: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -116,7 +117,8 @@ def write_checkpoint(
     try:
         identity = ranks.first(begin)
         shown = progress if ranks.rank == 0 else False
-        parts = ranks.together(lambda: _write_shards(path, identity, sources, ranks, shown))
+        place = (ranks.rank, ranks.size)
+        parts = ranks.together(lambda: _write_shards(path, identity, sources, place, shown))
         manifest = _manifest(identity, sources, parts, ranks.size, extra or {})
 
         def commit() -> None:
@@ -132,6 +134,31 @@ def write_checkpoint(
     finally:
         if target is not None:
             target.close()
+    return identity
+
+
+def write_shards(
+    path: str | os.PathLike[str],
+    shards: Sequence[Sequence[TableSource]],
+    *,
+    progress: bool | None = None,
+) -> str:
+    """Write a checkpoint of ``len(shards)`` ranks from this process alone: ``shards[r]`` are the
+    tables as rank r writes them, the same ones in the same order. ``path`` must be empty, or not
+    there. Returns the checkpoint's id. All or nothing, as :func:`write_checkpoint`."""
+    path = os.path.abspath(os.fspath(path))
+    identity = secrets.token_hex(16)
+    with naming("writing", path), contextlib.closing(Target(path, allow_overwrite=False)) as target:
+        try:
+            target.begin(identity, _layout(shards[0])[0].values())
+            parts = [
+                _write_shards(path, identity, sources, (rank, len(shards)), progress)
+                for rank, sources in enumerate(shards)
+            ]
+            target.commit(_manifest(identity, shards[0], parts, len(shards), {}))
+        except BaseException:
+            target.abandon(identity)
+            raise
     return identity
 
 
@@ -153,8 +180,13 @@ class _Part:
 
 
 def _write_shards(
-    path: str, identity: str, sources: Sequence[TableSource], ranks: Ranks, shown: bool | None
+    path: str,
+    identity: str,
+    sources: Sequence[TableSource],
+    place: tuple[int, int],
+    shown: bool | None,
 ) -> list[_Part]:
+    """Write the files of one rank, ``place``: its number and that of all."""
     folders, stems = _layout(sources)
     parts = []
     total = sum(one.rows * one.row_bytes for one in sources)
@@ -173,7 +205,7 @@ def _write_shards(
             inside[collection] = open_folders.enter_context(made)
         for one in sources:
             stem = stems[one.collection][one.name]
-            writer = _ShardWriter(inside[one.collection], stem, one, ranks, disk, syncer, bar)
+            writer = _ShardWriter(inside[one.collection], stem, one, place, disk, syncer, bar)
             parts.append(writer.write(identity))
         for folder_handle in inside.values():
             folder_handle.sync()
@@ -199,7 +231,7 @@ class _ShardWriter:
         folder: Directory,
         stem: str,
         source: TableSource,
-        ranks: Ranks,
+        place: tuple[int, int],
         disk: ThreadPoolExecutor,
         syncer: ThreadPoolExecutor,
         bar: ProgressBar,
@@ -207,7 +239,7 @@ class _ShardWriter:
         self._folder = folder
         self._stem = stem
         self._source = source
-        self._ranks = ranks
+        self._rank, self._world_size = place
         self._disk = disk
         self._syncer = syncer
         self._bar = bar
@@ -229,7 +261,7 @@ class _ShardWriter:
                 files |= self._write_files([role], _under(role, pieces))
         shard = Shard(
             checkpoint=identity,
-            rank=self._ranks.rank,
+            rank=self._rank,
             owner=None if source.routing is None else source.routing.rank,
             rows=self._rows,
             counter_rows=None if source.counter is None else len(source.counter[0]),
@@ -237,7 +269,7 @@ class _ShardWriter:
             progress=source.progress,
             files=files,
         )
-        return _Part(shard, self._write_opt_args() if self._ranks.rank == 0 else None)
+        return _Part(shard, self._write_opt_args() if self._rank == 0 else None)
 
     def _row_pieces(self) -> Iterable[dict[str, torch.Tensor]]:
         source = self._source
@@ -264,7 +296,7 @@ class _ShardWriter:
 
         try:
             for role in roles:
-                name = file_name(self._stem, role, self._ranks.rank, self._ranks.size)
+                name = file_name(self._stem, role, self._rank, self._world_size)
                 writers[role] = BlockWriter(self._folder.create(name), syncer=self._syncer)
             for pieces in batches:
                 waiting.append(self._disk.submit(put, pieces))

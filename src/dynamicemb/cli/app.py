@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -15,12 +16,15 @@ COMMANDS = {
     "train": ("dynamicemb.cli.train", "train a click model with dynamic tables, and report on it"),
     "inspect": ("dynamicemb.cli.inspect", "show the tables of a checkpoint, or rows of it"),
     "verify": ("dynamicemb.cli.verify", "compare every checksum of checkpoints, and more"),
+    "convert": ("dynamicemb.cli.convert", "write the tables of a checkpoint in another layout"),
     "diff": ("dynamicemb.cli.diff", "compare the rows of two checkpoints"),
     "serve": ("dynamicemb.cli.serve", "answer lookups in a checkpoint over HTTP, and follow it"),
     "bench": ("dynamicemb.cli.bench", "time dynamic against static tables on this machine"),
     "doctor": ("dynamicemb.cli.doctor", "what is installed, what works, and what is missing"),
 }
 MISTAKE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 def usage() -> str:
@@ -50,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(given[1:])
     except (DynamicEmbError, ImportError) as error:
         return _failed(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `dynamicemb ... | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def _failed(message: str) -> int:

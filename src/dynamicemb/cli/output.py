@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -54,6 +55,12 @@ class Output:
                 for place, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
             self._stream.write("  ".join(cells).rstrip() + "\n")
+
+
+def bytes_on_disk(file: str | os.PathLike[str]) -> int:
+    """What a file takes: a store's may be longer than what was written to it."""
+    status = os.stat(file)
+    return min(status.st_size, 512 * status.st_blocks)
 
 
 def bytes_text(count: int) -> str:

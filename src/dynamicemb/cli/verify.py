@@ -116,6 +116,8 @@ def _verify_one(path: str, options: VerifyOptions) -> Verified:
         done.layout = content.layout
         done.tables = len(content.tables)
         done.notes = list(content.notes)
+        if not content.checksums:
+            done.notes.append(f"{content.layout} has no checksums: damage may not be seen")
         parts: Sequence[Content] = [content]
         if isinstance(content, ChainContent):
             for link in content.contents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,16 @@ def make_persistent_table_writer(
     )
 
 
+def noting_writer(
+    paths: Sequence[str], snapshot_name: str, storage_dim: int, note: Mapping[str, Any]
+) -> PersistentTableWriter:
+    """:func:`make_persistent_table_writer` of int64 keys, whose snapshot says more of its rows:
+    ``note`` holds what an embedding notes (``embedding_dim``, ``optimizer``, ``progress``)."""
+    block = 4096
+    table = _Table.checked(paths, snapshot_name, torch.int64, torch.float32, storage_dim, block)
+    return PersistentTableWriter(table, note)
+
+
 @dataclass(frozen=True)
 class _Table:
     """The arguments of both functions, checked."""
@@ -148,8 +158,10 @@ class PersistentTableReader:
 class PersistentTableWriter:
     """See :func:`make_persistent_table_writer`."""
 
-    def __init__(self, table: _Table) -> None:
+    def __init__(self, table: _Table, note: Mapping[str, Any] | None = None) -> None:
+        """``note``: more to be noted with the snapshot, such as the optimizer of the state."""
         self._table = table
+        self._note = {"optimizer": None, **(note or {})}
         self._routing = Routing("hash_roundrobin", len(table.paths), 0)
         self._stores: list[SsdStore] = []
         try:
@@ -191,7 +203,7 @@ class PersistentTableWriter:
         stamp = max([time.time_ns(), *(one + 1 for one in known)])
         try:
             for rank, store in enumerate(self._stores):
-                note = {"optimizer": None, "rank": rank, "ranks": len(self._stores)}
+                note = {**self._note, "rank": rank, "ranks": len(self._stores)}
                 stored = folders.stored_name(self._table.name, stamp)
                 store.snapshot(stored, json.dumps(note).encode())
             for store, one in zip(self._stores, saved, strict=True):

@@ -10,7 +10,7 @@ import torch
 
 from dynamicemb.checkpoint.blocks import BlockReader
 from dynamicemb.checkpoint.chain import ChainLink, read_chain
-from dynamicemb.checkpoint.index import REMOVED
+from dynamicemb.checkpoint.index import BUCKETS, HEADER_BYTES, REMOVED, decode_header
 from dynamicemb.checkpoint.legacy import LegacyReader
 from dynamicemb.checkpoint.manifest import FileEntry, Shard, TableEntry
 from dynamicemb.checkpoint.names import opt_args_name
@@ -142,6 +142,16 @@ class CheckpointContent(Content):
         found = [self.reader.counter(table.collection, entry, shard) for shard in shards]
         ids, counts = zip(*found, strict=True)
         return torch.cat(ids), torch.cat(counts)
+
+    def buckets(self, table: TableInfo, part: int) -> int | None:
+        """In how many buckets the rows of a part lie, if they lie in their order."""
+        entry, shards = self._entries[table.key]
+        if BUCKETS not in shards[part].files:
+            return None
+        with self.reader.open_file(table.collection, entry, shards[part], BUCKETS) as file:
+            data = bytearray(min(file.size, HEADER_BYTES))
+            file.read_at(0, data)
+            return decode_header(bytes(data), BUCKETS, file.name).slots - 1
 
     def removed(self, table: TableInfo) -> torch.Tensor:
         """int64 [n]: of a delta, the ids that left."""

@@ -41,8 +41,6 @@ class FileContent(Content):
         except BaseException:
             self.close()
             raise
-        if not self.checksums:
-            self.notes.append(f"{self.layout} files have no checksums: damage may not be seen")
 
     def _open(self, file: Path) -> None:
         try:
@@ -90,7 +88,7 @@ class FileContent(Content):
             optimizer=optimizer,
             state_dim=state_dim,
             routing=None,
-            parts=(said.part(count),),
+            parts=(said.part(count, clock=file.stat().st_mtime_ns),),
             bytes=os.path.getsize(file),
             options=said.options,
         )

@@ -10,7 +10,7 @@ import torch
 
 from dynamicemb.checkpoint.exchange import Meaning
 from dynamicemb.checkpoint.manifest import DTYPE_NAMES, DTYPES
-from dynamicemb.checkpoint.scores import strategy_names
+from dynamicemb.checkpoint.scores import strategy_names, uses_clock
 from dynamicemb.cli.contents.base import NO_PROGRESS, Part, TableInfo
 from dynamicemb.errors import DynamicEmbError
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
@@ -115,10 +115,11 @@ class Described:
         value = self._about.get("options")
         return value if isinstance(value, Mapping) else {}
 
-    def part(self, rows: int) -> Part:
-        """All rows as one part."""
-        clock = self._about.get("clock")
-        clock = clock if isinstance(clock, int) and 0 <= clock < 2**64 else None
+    def part(self, rows: int, clock: int) -> Part:
+        """All rows as one part; ``clock``: the reading that is taken if none was written."""
+        said_clock = self._about.get("clock")
+        if isinstance(said_clock, int) and 0 <= said_clock < 2**64:
+            clock = said_clock
         said = self._about.get("progress")
         progress = NO_PROGRESS
         if isinstance(said, Mapping):
@@ -128,4 +129,5 @@ class Described:
             }
             if all(one is None or type(one) is int for one in numbers.values()):
                 progress = Progress(**numbers)
-        return Part(rank=0, rows=rows, clock=clock, progress=progress)
+        timed = self.strategy is not None and uses_clock(self.strategy)
+        return Part(rank=0, rows=rows, clock=clock if timed else None, progress=progress)

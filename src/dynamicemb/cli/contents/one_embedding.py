@@ -11,6 +11,7 @@ import torch
 
 from dynamicemb.cli.contents.base import NO_PROGRESS, Batch, Content, Damage, Part, TableInfo
 from dynamicemb.cli.contents.meta import Described
+from dynamicemb.cli.output import bytes_on_disk
 from dynamicemb.errors import CorruptStoreError, DynamicEmbError, InvalidArgumentError, StoreError
 from dynamicemb.one_embedding import folders, oneflow_layout
 from dynamicemb.one_embedding.sources import Source, note_of
@@ -107,7 +108,7 @@ class OneEmbeddingContent(Content):
                 name=said.text("name", str(self._note.get("name") or _name_of(path))),
                 dim=dim,
                 dtype=said.dtype("dtype", torch.float32),
-                value_dtype=torch.float32,
+                value_dtype=said.dtype("value_dtype", torch.float32),
                 strategy=None,
                 optimizer=optimizer,
                 state_dim=state_dim,
@@ -128,7 +129,6 @@ class OneEmbeddingContent(Content):
         first = self._folders[0]
         if self._stamp is None:
             self.checksums = False
-            self.notes.append("tables of OneFlow have no checksums: damage may not be seen")
             numbers = {
                 name: oneflow_layout.read_number(os.path.join(first, name))
                 for name in ("KEY_SIZE", "VALUE_SIZE", "PHYSICAL_BLOCK_SIZE")
@@ -192,7 +192,9 @@ class OneEmbeddingContent(Content):
                 for ids, floats, _ in source.batches():
                     yield Batch(
                         ids,
-                        floats[:, : self._dim].contiguous() if values else None,
+                        floats[:, : self._dim].to(table.value_dtype).contiguous()
+                        if values
+                        else None,
                         floats[:, self._dim :].contiguous() if state and self._state_dim else None,
                         None,
                     )
@@ -214,7 +216,7 @@ def _name_of(path: str) -> str:
 
 def _bytes_in(folder: str) -> int:
     return sum(
-        os.path.getsize(os.path.join(place, name))
+        bytes_on_disk(os.path.join(place, name))
         for place, _, names in os.walk(folder)
         for name in names
     )
