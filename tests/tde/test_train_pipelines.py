@@ -14,14 +14,17 @@ import torchrec_dynamic_embedding as tde
 from dynamicemb.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-STEPS = 60
+STEPS = 40
 
 
-@pytest.mark.parametrize("num_prefetch", [0, 3])
 @pytest.mark.parametrize(
-    ("make", "in_flight"), [(TrainPipelineSparseDist, 2), (TrainPipelineBase, 1)]
+    ("kind", "make", "in_flight", "num_prefetch"),
+    [
+        ("sequence", TrainPipelineSparseDist, 2, 0),
+        ("sequence", TrainPipelineBase, 1, 2),
+        ("bags", TrainPipelineSparseDist, 2, 3),
+    ],
 )
-@pytest.mark.parametrize("kind", ["sequence", "bags"])
 def test_tables_that_just_hold_what_is_in_flight_train_as_full_ones(
     memory: str, kind: str, make: Any, in_flight: int, num_prefetch: int
 ) -> None:
