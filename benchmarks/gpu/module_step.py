@@ -91,17 +91,15 @@ def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) ->
     result["forward_ms"] = statistics.median(forwards)
     result["backward_ms"] = statistics.median(backwards)
     result["train_host_ms"], result["train_device_ms"] = apart(train)
-    # Throughput: steps in a row without waiting.
-    rounds = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for i in range(100):
-            train(i)
-        torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - begin) * 10)
+    rounds = in_a_row(train)
     result["train_ms"] = statistics.median(rounds)
     result["train_ms_rounds"] = rounds
+    # Without the thread of autograd that works for a device: less time of the host.
+    with torch.autograd.set_multithreading_enabled(False):
+        rounds = in_a_row(train)
+        result["train_host_one_thread_ms"], _ = apart(train)
+    result["train_one_thread_ms"] = statistics.median(rounds)
+    result["train_one_thread_ms_rounds"] = rounds
     result["kernels_us"] = kernels(train, 10)
     module.eval()
     with torch.no_grad():
@@ -113,6 +111,19 @@ def measure(clock: Clock, optimizer: EmbOptimType, steps: list[torch.Tensor]) ->
         torch.cuda.synchronize()
         result["eval_throughput_ms"] = (time.perf_counter() - begin) * 10
     return result
+
+
+def in_a_row(step: Callable[[int], None]) -> list[float]:
+    """Milliseconds of a step, of 100 at a time that nothing waits for."""
+    rounds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for i in range(100):
+            step(i)
+        torch.cuda.synchronize()
+        rounds.append((time.perf_counter() - begin) * 10)
+    return rounds
 
 
 def apart(step: Callable[[int], None], count: int = 6) -> tuple[float, float]:

@@ -6,6 +6,7 @@ Run in a process of its own, without TRITON_INTERPRET.
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -70,21 +71,12 @@ class Recorder:
 def record() -> list[Launch]:
     """The launches of training and evaluation with the usual shapes, and with every optimizer,
     initialiser, strategy, data type and pooling at least once; then those of everything else."""
-    from dynamicemb.table import (
-        cuda,
-        cuda_batch,
-        cuda_gradients,
-        cuda_group,
-        cuda_reading,
-        cuda_replay,
-        cuda_workspace,
-    )
+    from dynamicemb.table import cuda, cuda_group
 
     recorder = Recorder()
-    for module in (
-        cuda, cuda_batch, cuda_gradients, cuda_group, cuda_reading, cuda_replay, cuda_workspace,
-    ):  # fmt: skip
-        module.launch = recorder  # type: ignore[attr-defined]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dynamicemb.table.cuda") and hasattr(module, "launch"):
+            module.launch = recorder
     cuda._checked_device = torch.device  # type: ignore[assignment]
     torch.empty = torch.zeros  # what kernels would have written is read as 0
     torch.manual_seed(1)

@@ -14,6 +14,7 @@ from dynamicemb import (
     EmbOptimType,
 )
 from dynamicemb.errors import InvalidArgumentError, OutOfMemoryError, UsageError
+from dynamicemb.expiry import expire_rows
 from dynamicemb.table import create_table
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -166,6 +167,49 @@ def test_tensors_of_another_device_are_refused() -> None:
         embedding(torch.arange(4, device="cpu"))
     with pytest.raises(InvalidArgumentError, match="device is 'cpu'.*cuda:0"):
         embedding.table.find(torch.arange(4, device="cpu"))
+
+
+def test_offsets_weights_and_rows_of_another_device_are_refused() -> None:
+    tables = module()
+    ids, offsets = batch(0)
+    weights = torch.ones(len(ids), device="cpu")
+    for arguments in ((ids.cpu(), offsets), (ids, offsets.cpu()), (ids, offsets, weights)):
+        with pytest.raises(InvalidArgumentError, match="device is 'cpu'"):
+            tables(*arguments)
+    with pytest.raises(InvalidArgumentError, match="device is 'cpu'"):
+        tables.tables[0].insert(ids, torch.zeros(len(ids), 16, device="cpu"))
+    assert [len(table) for table in tables.tables] == [0, 0, 0]
+
+
+def test_strided_gradients_and_empty_batches_train() -> None:
+    plain, other = module(), module()
+    ids, offsets = batch(0)
+    gradient = torch.randn(8, 2 * 48, device="cuda")[:, ::2]
+    plain(ids, offsets).backward(gradient.contiguous())
+    other(ids, offsets).backward(gradient)
+    nothing = other(ids[:0], torch.zeros_like(offsets))
+    assert not nothing.any()
+    nothing.sum().backward()
+    for a, b in zip(plain.tables, other.tables, strict=True):
+        assert torch.equal(a.state_dict()["embeddings"], b.state_dict()["embeddings"])
+
+
+def test_rows_expire_without_waiting_for_the_device() -> None:
+    tables = module(score_strategy=DynamicEmbScoreStrategy.STEP)
+    batches = [batch(seed) for seed in range(12)]
+    tables(*batches[0]).sum().backward()
+    expire_rows(tables, steps=2)
+    for ids, offsets in batches[1:4]:
+        tables(ids, offsets).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ids, offsets in batches[4:]:
+            tables(ids, offsets).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    last = torch.cat([ids[:40] for ids, _ in batches[-3:]]).unique()
+    assert len(tables.tables[0]) == len(last)
+    assert tables.tables[0].contains(last).all()
 
 
 def test_unaligned_strided_and_empty_ids() -> None:

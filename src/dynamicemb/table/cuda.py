@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from dynamicemb.errors import (
     check_integer,
     wrong_value,
 )
-from dynamicemb.kernels import find, initialize, rows
+from dynamicemb.kernels import initialize, rows
 from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.kernels.layout import COUNTER_NAMES
 from dynamicemb.optimizers import Optimizer, OptimizerKind
@@ -27,19 +26,17 @@ from dynamicemb.options import (
     DynamicEmbTableOptions,
 )
 from dynamicemb.table.base import Table
-from dynamicemb.table.cuda_batch import ELEMENTS, SLOT_REJECTED, Batch
-from dynamicemb.table.cuda_changes import LAST_MARK
+from dynamicemb.table.cuda_batch import SLOT_REJECTED, Batch
+from dynamicemb.table.cuda_content import CudaContent
 from dynamicemb.table.cuda_counter import CudaIdCounter, counting_options
 from dynamicemb.table.cuda_group import CudaTableGroup
 from dynamicemb.table.cuda_layout import bits, initializer_column, signed, to_device
-from dynamicemb.table.cuda_memory import CudaMemory
-from dynamicemb.table.id_log import IdLog
 from dynamicemb.table.numbers import (
     NO_EVICTION_STRATEGY,
     initializer_numbers,
     strategy_number,
 )
-from dynamicemb.table.rows import Found, Inserted, Pooling, Rows, TableStats, Written
+from dynamicemb.table.rows import Inserted, Pooling, Rows, TableStats, Written
 
 #: Columns of a row at most: a row is one tile of a kernel.
 MAX_CUDA_DIM = 4096
@@ -48,7 +45,7 @@ KINDS = tuple(kind for kind in OptimizerKind if kind is not OptimizerKind.SMART_
 _SIZE, _FAILURES, _EVICTIONS = map(COUNTER_NAMES.index, ("size", "failures", "evictions"))
 
 
-class CudaTable(CudaMemory):
+class CudaTable(CudaContent):
     """A table in the memory of a GPU. See :class:`Table`; the results are those of a CPU table.
 
     Everything runs on the current stream; a call on another stream than the one before waits for
@@ -75,7 +72,6 @@ class CudaTable(CudaMemory):
         self.rowless = rowless
         self._width, self.buckets, self._max_buckets = self.bucket_layout_of(self.options)
         self.max_slots = self._width * self._max_buckets
-        self._wide_index: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._allocate()
         self.admit_strategy = None
         self.counter: CudaIdCounter | None = None
@@ -101,171 +97,6 @@ class CudaTable(CudaMemory):
 
     def reset_stats(self) -> None:
         self.counters[:_SIZE] = 0
-
-    # ---- reading ----
-
-    def find(self, ids: torch.Tensor) -> Found:
-        ids = self.check_ids("ids", ids)
-        slots = self._find_slots(ids)
-        there = slots >= 0
-        places = slots.clamp(min=0).to(torch.int64)
-        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
-        self.gather(slots, embeddings, missing=True)
-        state = self.state.index_select(0, places)[:, : self.state_dim]
-        scores = self._scores(places)
-        return Found(
-            there,
-            embeddings,
-            torch.where(there[:, None], state, 0.0),
-            torch.where(there if scores.dim() == 1 else there[:, None], scores, 0),
-        )
-
-    def _scores(self, slots: torch.Tensor) -> torch.Tensor:
-        scores = self.scores.index_select(0, slots)
-        if self.times is None:
-            return scores
-        return torch.stack((self.times.index_select(0, slots), scores), dim=1)
-
-    def find_slots(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._find_slots(self.check_ids("ids", ids)).to(torch.int64)
-
-    def _find_slots(self, ids: torch.Tensor) -> torch.Tensor:
-        with self.lock:
-            group = self.group
-            self.enter()
-            return group.find_slots(aligned(ids), None)
-
-    @property
-    def group(self) -> CudaTableGroup:
-        """This table alone as a group."""
-        if self._group is None:
-            # A proxy: a cycle would keep the memory until the garbage collector comes by.
-            self._group = CudaTableGroup([weakref.proxy(self)])
-        return self._group
-
-    _group: CudaTableGroup | None = None
-
-    def wide_slots(self, ids: torch.Tensor) -> torch.Tensor:
-        """int32: slots of ids in buckets too wide to scan, or -1. Waits for the device."""
-        if self._wide_index is None or self._wide_index[0] != self.changes:
-            slots = (self.digests != 0).nonzero().squeeze(1)
-            keys, order = torch.sort(self.keys[slots])
-            self._wide_index = self.changes, keys, slots[order]
-        _, keys, slots = self._wide_index
-        if len(keys) == 0:
-            return torch.full(ids.shape, -1, dtype=torch.int32, device=self._device)
-        at = torch.searchsorted(keys, ids).clamp_(max=len(keys) - 1)
-        return torch.where(keys[at] == ids, slots[at], -1).to(torch.int32)
-
-    def touched_slots(self) -> torch.Tensor:
-        """bool: which slots the running batch marked."""
-        return self.touched == self.mark
-
-    def buckets_of(self, ids: torch.Tensor, buckets: int | None = None) -> torch.Tensor:
-        """int64: the bucket of each id."""
-        ids = aligned(ids.contiguous())
-        out = torch.empty(len(ids), dtype=torch.int64, device=self._device)
-        launch(
-            find.buckets_kernel,
-            blocks(len(ids), ELEMENTS),
-            (ids, len(ids), buckets or self.buckets, out),
-            (ELEMENTS,),
-            warps=8,
-            device=self._device,
-        )
-        return out
-
-    def gather(self, slots: torch.Tensor, out: torch.Tensor, *, missing: bool) -> None:
-        """out[i] = the embedding in slots[i] (int32); without a slot the missing value, or 0."""
-        self.group.gather(slots, out, missing=missing)
-
-    def export(
-        self,
-        *,
-        batch_size: int = 65536,
-        score_threshold: int | None = None,
-        changed_since: int | None = None,
-    ) -> Iterator[Rows]:
-        batch_size = check_integer("batch_size", batch_size, minimum=1)
-        threshold = None
-        if score_threshold is not None:
-            threshold = check_integer(
-                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
-            )
-        if changed_since is not None:
-            changed_since = check_integer(
-                "changed_since", changed_since, minimum=1, maximum=2**64 - 1
-            )
-            if self.known_changes.stamps is None:
-                raise UsageError(f"table {self.name!r} has no marks yet: call mark_changes() first")
-        return self._export(batch_size, threshold, changed_since)
-
-    def _export(
-        self, batch_size: int, threshold: int | None, changed_since: int | None
-    ) -> Iterator[Rows]:
-        with self.lock:
-            self.enter()
-            occupied = self.digests != 0
-            wanted = occupied
-            if threshold is not None:
-                words = self.scores if self.times is None else self.times
-                limit = signed(threshold) ^ -(2**63)
-                wanted = (words ^ -(2**63)) >= limit
-            if changed_since is not None:
-                stamps = self.known_changes.stamps
-                assert stamps is not None
-                changed = stamps > min(changed_since, LAST_MARK)
-                wanted = changed if threshold is None else wanted | changed
-            slots = (wanted & occupied).nonzero().squeeze(1)
-        for part in slots.split(batch_size):
-            if len(part):
-                yield self.rows_of(part)
-
-    def rows_of(self, slots: torch.Tensor) -> Rows:
-        """Whole rows of occupied slots (int64)."""
-        embeddings = torch.empty(len(slots), self.dim, dtype=self.dtype, device=self._device)
-        with self.lock:
-            self.gather(slots.to(torch.int32), embeddings, missing=False)
-            state = self.state.index_select(0, slots)[:, : self.state_dim].contiguous()
-            return Rows(self.keys.index_select(0, slots), embeddings, state, self._scores(slots))
-
-    # ---- changes ----
-
-    def mark_changes(self) -> int:
-        with self.lock:
-            if self.known_changes.stamps is None:
-                self.enter()
-                try:
-                    self.known_changes.stamps = self._zeros(self.capacity, torch.int32)
-                except torch.cuda.OutOfMemoryError as error:
-                    raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
-                self.moved()
-            return self.known_changes.mark()
-
-    def log_removals(self, limit: int | None = None) -> None:
-        limit = self.removal_limit(limit)
-        with self.lock:
-            removals = self.known_changes.removals
-            if removals is None:
-                self.known_changes.removals = IdLog(limit, self.mark_changes(), self._device)
-                self.moved()
-            else:
-                removals.set_limit(limit)
-
-    @property
-    def logs_removals(self) -> bool:
-        return self.known_changes.removals is not None
-
-    def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
-        removals = self.known_changes.removals
-        assert removals is not None
-        with self.lock:
-            return removals.known_since, removals.after(mark)
-
-    def _log_removed(self, slots: torch.Tensor) -> None:
-        """The ids in these slots (int64) leave."""
-        if self.known_changes.removals is not None:
-            self.known_changes.removals.add(self.known_changes.last_mark, self.keys[slots])
 
     # ---- writing ----
 
