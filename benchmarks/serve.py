@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,6 +100,29 @@ def as_json(url: str, ids: torch.Tensor) -> None:
     json.loads(urllib.request.urlopen(request, timeout=60).read())
 
 
+def latencies(url: str, direct: ServingTable, work: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """One request at a time."""
+    table = HttpTable(url, "t")
+    times: dict[str, list[float]] = {"direct": [], "bytes": [], "JSON": []}
+    for turn in range(400):
+        batch = work[turn % len(work)]
+        times["direct"].append(ms(direct.find, work[(turn + 32) % len(work)]))
+        times["bytes"].append(ms(table.find, batch))
+        if turn % 10 == 0:
+            times["JSON"].append(ms(lambda ids: as_json(url, ids), batch))
+    base = statistics.median(times["direct"])
+    return [
+        {
+            "lookup": name,
+            "ms": statistics.median(some),
+            "p99 ms": sorted(some)[int(0.99 * len(some))],
+            "million rows/s": len(work[0]) / statistics.median(some) / 1e3,
+            "times direct": statistics.median(some) / base,
+        }
+        for name, some in times.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -108,44 +132,31 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--threads", type=int, default=1, help="of one lookup")
     parser.add_argument("--folder", help="where to write the checkpoint; default: temporary")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    print(
-        f"{environment()}\n{given.rows:,} rows of {given.dim} float32, {given.ids:,} ids a request"
-    )
+    about = environment()
+    print(f"{about}\n{given.rows:,} rows of {given.dim} float32, {given.ids:,} ids a request")
     work = batches(given.rows, given.ids)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         DynamicEmbDump(folder, filled(given.rows, given.dim), serving_index=True)
-        direct = ServingTable(folder)
         with server(Path(folder), given.threads) as url:
-            table = HttpTable(url, "t")
-            times: dict[str, list[float]] = {"direct": [], "bytes": [], "JSON": []}
-            for turn in range(400):
-                batch = work[turn % len(work)]
-                times["direct"].append(ms(direct.find, work[(turn + 32) % len(work)]))
-                times["bytes"].append(ms(table.find, batch))
-                if turn % 10 == 0:
-                    times["JSON"].append(ms(lambda ids: as_json(url, ids), batch))
-            base = statistics.median(times["direct"])
-            lines = []
-            for name, some in times.items():
-                median = statistics.median(some)
-                lines.append(
-                    {"lookup": name, "ms": median, "p99 ms": sorted(some)[int(0.99 * len(some))]}
-                    | {"million rows/s": given.ids / median / 1e3, "times direct": median / base}
-                )
-            print_table(lines)
-            lines = []
-            for clients in given.clients:
-                rate = requests_per_second(url, work, clients, given.seconds)
-                lines.append(
-                    {
-                        "clients": clients,
-                        "requests/s": rate,
-                        "million rows/s": rate * given.ids / 1e6,
-                    }
-                )
-            print_table(lines)
+            one_by_one = latencies(url, ServingTable(folder), work)
+            rates = [
+                (clients, requests_per_second(url, work, clients, given.seconds))
+                for clients in given.clients
+            ]
+    together = [
+        {"clients": clients, "requests/s": rate, "million rows/s": rate * given.ids / 1e6}
+        for clients, rate in rates
+    ]
+    print_table(one_by_one)
+    print_table(together)
+    if given.json:
+        options = {name: getattr(given, name) for name in ("rows", "dim", "ids", "threads")}
+        result = {"environment": about, "options": options}
+        result |= {"latency": one_by_one, "throughput": together}
+        Path(given.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import struct
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from dynamicemb.serving import HttpTable
 
 MAX_IDS = 1000
 BYTES = {"Content-Type": "application/octet-stream"}
+#: Numbers whose text is long, small, large or short.
+ODD = [[0.1, 1 / 3, 1.17549435e-38, 3.40282347e38], [1e-45, 16777217.0, -2.5e-7, 0.0]]
 LOOKUP = "/v1/tables/user/lookup"
 
 
@@ -35,6 +36,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     rows = torch.arange(len(IDS), dtype=torch.float32)[:, None] + torch.arange(DIM) / 8
     user.insert(IDS, rows)
     item.insert(IDS[:1], torch.tensor([[float("nan"), float("inf"), -0.0, 1e-40]]))
+    item.insert(torch.tensor([1, -1]), torch.tensor(ODD))
     DynamicEmbDump(folder, model)
     settings = {"verify": True, "preload": False, "missing": -1.0, "rank": None}
     follower = Follower(Path(folder), 0.0, settings)
@@ -121,6 +123,12 @@ def test_several_tables_in_one_request(port: int) -> None:
 def test_numbers_that_json_does_not_have_are_null(port: int) -> None:
     _, answer = exchange(port, "GET", "/v1/tables/item/lookup?ids=0")
     assert answer["embeddings"] == [[None, None, -0.0, pytest.approx(1e-40, rel=1e-3)]]
+
+
+def test_every_float32_comes_back_from_json(port: int) -> None:
+    _, answer = exchange(port, "GET", "/v1/tables/item/lookup?ids=1,-1")
+    exact = torch.tensor(ODD, dtype=torch.float32)
+    assert torch.equal(torch.tensor(answer["embeddings"], dtype=torch.float32), exact)
 
 
 def test_tables_are_listed(port: int) -> None:
@@ -244,7 +252,8 @@ def test_requests_that_come_at_once_are_answered_in_order(port: int) -> None:
         connection.sendall(text.encode())
         connection.shutdown(socket.SHUT_WR)
         answers = connection.makefile("rb").read()
-    places = [answers.index(json.dumps([row_of(id_)]).encode()) for id_ in (100, 101, 102)]
+    starts = (f"[[{row_of(id_)[0]:g}, {row_of(id_)[1]:g}, " for id_ in (100, 101, 102))
+    places = [answers.index(start.encode()) for start in starts]
     assert places == sorted(places)
 
 

@@ -66,11 +66,28 @@ class Refused(Exception):
         return json_response({"error": str(self)}, self.status, self.headers, route)
 
 
+class JsonText(str):
+    """A part of an answer that is JSON already."""
+
+
+def json_object(members: Mapping[str, Any]) -> JsonText:
+    """An object; members that are :class:`JsonText` stay as they are."""
+    texts = (
+        f"{json.dumps(name)}: "
+        f"{one if isinstance(one, JsonText) else json.dumps(one, allow_nan=False)}"
+        for name, one in members.items()
+    )
+    return JsonText("{" + ", ".join(texts) + "}")
+
+
 def json_response(
-    value: Any, status: int = 200, headers: Mapping[str, str] | None = None, route: str = "other"
+    members: Mapping[str, Any],
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    route: str = "other",
 ) -> Response:
-    """``value`` as JSON, with a line's end for those who read it in a terminal."""
-    body = json.dumps(value, allow_nan=False).encode() + b"\n"
+    """An object as JSON, with a line's end for those who read it in a terminal."""
+    body = json_object(members).encode() + b"\n"
     return Response((body,), JSON, status, dict(headers or {}), route)
 
 
@@ -210,7 +227,10 @@ class HttpServer:
         for one in waiting:
             if one.thread is not None:
                 one.thread.join(max(0.0, end - time.monotonic()))
-        return not any(one.thread is not None and one.thread.is_alive() for one in waiting)
+        late = sum(one.thread is not None and one.thread.is_alive() for one in waiting)
+        if late:
+            logger.warning("%d requests were not done in %g s", late, grace_seconds)
+        return not late
 
     def _accept(self) -> None:
         while True:

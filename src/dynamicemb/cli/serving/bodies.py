@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from dynamicemb.checkpoint.http_table import unpack_ids
-from dynamicemb.cli.http import BYTES, JSON, Refused, Request
+from dynamicemb.cli.http import BYTES, JSON, JsonText, Refused, Request
 
 LOWEST, HIGHEST = -(2**63), 2**64 - 1
 ALLOWED = f"integers from {LOWEST} to {HIGHEST}, as numbers or as text"
@@ -100,16 +99,15 @@ def _id(value: Any, at: int) -> int:
     return number if number < 2**63 else number - 2**64
 
 
-def numbers(rows: torch.Tensor) -> list[list[float | None]]:
-    """Rows for JSON, which has no infinity and no NaN: those are null."""
-    values: list[list[float | None]] = rows.float().tolist()
+def numbers(rows: torch.Tensor) -> JsonText:
+    """Rows as JSON. Nine digits give back the same float32, and take a third of the time of those
+    that ``json`` writes. Infinity and NaN, which JSON does not have, are null."""
+    n, dim = rows.shape
+    row = "[" + ", ".join(["%.9g"] * dim) + "]"
+    text = "[" + ", ".join([row] * n) % tuple(rows.float().flatten().tolist()) + "]"
     if not bool(torch.isfinite(rows).all()):
-        values = [[one if _finite(one) else None for one in row] for row in values]
-    return values
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+        text = re.sub(r"-?(?:inf|nan)", "null", text)
+    return JsonText(text)
 
 
 def names_of(tables: Sequence[str]) -> str:

@@ -88,7 +88,7 @@ class Follower:
             logger.info("serving %s", state)
         if problem is None:
             self._failures = 0
-            if before.problem is not None:
+            if before.problem is not None and before.state is not None:
                 logger.info("follows again")
         elif state is not None:
             self._failures += 1

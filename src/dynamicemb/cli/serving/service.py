@@ -11,7 +11,7 @@ import torch
 
 from dynamicemb.checkpoint.http_table import pack_rows
 from dynamicemb.cli.exposition import TYPE, Counter, Family, Histogram, exposition, labels
-from dynamicemb.cli.http import BYTES, Refused, Request, Response, json_response
+from dynamicemb.cli.http import BYTES, Refused, Request, Response, json_object, json_response
 from dynamicemb.cli.serving.bodies import (
     check_number_of_ids,
     ids_of,
@@ -128,8 +128,10 @@ class Service:
         for name, value in wanted.items():
             ids[name] = self._named(state, name), ids_of_value(member(value, "ids"))
         check_number_of_ids(sum(len(some) for _, some in ids.values()), self._max_ids)
-        answers = {name: _answer(*self._find(state, *one)) for name, one in ids.items()}
-        return json_response(_place(state) | {"tables": answers})
+        answers = {
+            name: json_object(_answer(*self._find(state, *one))) for name, one in ids.items()
+        }
+        return json_response(_place(state) | {"tables": json_object(answers)})
 
     def _find(
         self, state: State, full: str, ids: torch.Tensor
