@@ -7,10 +7,10 @@
 1,000,000 slots and 100,000 ids a batch, as in a call of the module's forward (a dictionary with one
 JaggedTensor). The stream drifts: ids are ranks of a Zipf 1.05 distribution over 1,500,000 ids, and
 with every batch 1,000 ids leave the universe and as many new ones come, anywhere in the ranking;
-"uniform" draws from 1,500,000 ids evenly. Both modules are full and have seen 20 batches before.
-They take turns on the same batches. Training is the mean of a step, because TorchRec's costs fall
-on every tenth (interval 10) step; evaluation is the median. "longest / median" is about our steps
-that no other process disturbed.
+"uniform" draws from 1,500,000 ids evenly. The modules begin with the same state, the 999,999 ids
+that are frequent at first, and have seen 20 batches before. They take turns on the same batches.
+Training is the mean of a step, because TorchRec's costs fall on every tenth (interval 10) step;
+evaluation is the median. "longest / median" is about our steps that no other process disturbed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Stream:
             weights = torch.arange(1, universe + 1, dtype=torch.float64) ** -1.05
             self.cdf = weights.cumsum(0) / weights.sum()
 
+    def known(self, count: int) -> torch.Tensor:
+        """So many ids, the frequent ones, in any order."""
+        order = torch.randperm(count, generator=self.generator)
+        return _spread(self.ids[:count][order])
+
     def __call__(self) -> torch.Tensor:
         places = torch.randint(0, len(self.ids), (self.drift,), generator=self.generator)
         self.ids[places] = torch.arange(self.next, self.next + self.drift)
@@ -52,21 +57,33 @@ class Stream:
         else:
             draw = torch.rand(self.batch, generator=self.generator, dtype=torch.float64)
             ranks = torch.searchsorted(self.cdf, draw).clamp_(max=len(self.ids) - 1)
-        return self.ids[ranks] * -7046029254386353131  # spread over 64 bits
+        return _spread(self.ids[ranks])
 
 
-def modules(policy: str, slots: int) -> dict[str, Any]:
+def _spread(ids: torch.Tensor) -> torch.Tensor:
+    """Over 64 bits."""
+    return ids * -7046029254386353131
+
+
+def modules(policy: str, slots: int, ids: torch.Tensor) -> dict[str, Any]:
+    """All with these ids in their slots."""
     from torchrec.modules import mc_modules
 
     from dynamicemb.managed_collision import ManagedCollisionModule
 
     cpu = torch.device("cpu")
     made = getattr(mc_modules, f"{policy}_EvictionPolicy")
-    return {
+    filled = mc_modules.MCHManagedCollisionModule(slots, cpu, made(), 1)
+    filled(features(ids))
+    contenders = {
         "ours": ManagedCollisionModule(slots, cpu, made()),
         "MCH, interval 10": mc_modules.MCHManagedCollisionModule(slots, cpu, made(), 10),
         "MCH, interval 1": mc_modules.MCHManagedCollisionModule(slots, cpu, made(), 1),
     }
+    for module in contenders.values():
+        module.load_state_dict(filled.state_dict())
+        module.validate_state()
+    return contenders
 
 
 def features(ids: torch.Tensor) -> dict[str, Any]:
@@ -76,18 +93,8 @@ def features(ids: torch.Tensor) -> dict[str, Any]:
 
 
 def measure(kind: str, policy: str, slots: int, batch: int, steps: int) -> dict[str, Any]:
-    contenders = modules(policy, slots)
     stream = Stream(kind, slots * 3 // 2, batch, batch // 100)
-    fill = features(torch.arange(-slots, 0))
-    for name, module in contenders.items():
-        module.train()
-        module(fill)
-        if name == "MCH, interval 10":
-            module._input_history_buffer_size = -1  # sized by the first batch
-            for _ in range(9):
-                module(fill)
-            module._init_history_buffers(features(torch.empty(batch)))
-            module._current_history_buffer_offset = 0
+    contenders = modules(policy, slots, stream.known(slots - 1))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     clean: list[float] = []
     evals: dict[str, list[float]] = {name: [] for name in contenders}

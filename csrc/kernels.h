@@ -38,6 +38,11 @@ struct IndexView {
   bool sparse;  // most ids sit in the lower half of their bucket: a hint, for speed only
 };
 
+// What belongs to a value of find_values; only its size matters there.
+struct alignas(16) ValueRecord {
+  std::byte bytes[16];
+};
+
 // Rows to read from: a row number with the top bit set is a row of `side` (rows that are not in
 // the table: zeros, the missing row, rows of ids that were not admitted).
 inline constexpr uint32_t kSideRow = 0x80000000u;
@@ -116,6 +121,10 @@ struct Kernels {
 
   // slots[i] = bucket * width + position of ids[i], or kNoSlot.
   void (*find)(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots);
+  // found[i] = values[slot of ids[i]], or kNoSlot; buckets of 64. records[found[i]], where given,
+  // is on its way to the cache then.
+  void (*find_values)(const IndexView& index, const uint32_t* values, const ValueRecord* records,
+                      const uint64_t* ids, size_t n, uint32_t* found);
   // Lowest position with an empty digest, or `width`.
   uint32_t (*free_position)(const uint8_t* digests, uint32_t width);
   // Position of the smallest (score, position) not touched by batch `stamp`, or kNoSlot. All

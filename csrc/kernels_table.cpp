@@ -9,6 +9,7 @@ namespace dynamicemb::DYNAMICEMB_VARIANT {
 Kernels table() {
   Kernels kernels{DYNAMICEMB_TEXT(DYNAMICEMB_VARIANT),
                   find,
+                  find_values,
                   free_position,
                   victim,
                   initialize,

@@ -9,6 +9,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "free_slots.h"
 #include "slot_order.h"
 #include "table.h"
 
@@ -20,20 +21,6 @@ struct SlotMapConfig {
   double decay_exponent = 1;     // kDistanceLfu
   uint32_t first_logarithm = 5;  // kLfuLru: of a new id
   uint64_t ttl = 0;              // kTtl: an id may go when its last use is more than this ago
-};
-
-// Free slots, the lowest first: a tree of bit sets.
-class FreeSlots {
- public:
-  explicit FreeSlots(uint64_t capacity);
-  uint64_t size() const { return size_; }
-  uint32_t take_lowest();
-  void take(uint32_t slot);  // it must be free
-  void release(uint32_t slot);
-
- private:
-  std::vector<std::vector<uint64_t>> levels_;  // the last has one word
-  uint64_t size_ = 0;
 };
 
 struct IdSlots {
@@ -95,28 +82,44 @@ class SlotMap {
   std::shared_mutex& mutex() const { return mutex_; }
 
  private:
-  uint64_t id_of(uint32_t slot) const { return index_.keys_[owner_[slot]]; }
-  bool is_free(uint32_t slot) const { return uses_[slot].stamp == 0; }
-  void begin_batch(uint64_t time);
-  void touch(SlotUse& use, uint64_t count);
-  void place(uint64_t id, uint32_t slot);
-  void remove(uint32_t slot);
+  // One line of digests. At this load one insertion in 10^9 meets a full bucket.
+  static constexpr uint32_t kWidth = 64;
+  static constexpr double kLoad = 0.44;
+  static TableConfig index_config(uint64_t capacity);
+
+  uint64_t id_of(uint32_t slot) const { return index_.keys_[uses_[slot].owner - 1]; }
+  bool is_free(uint32_t slot) const { return uses_[slot].owner == 0; }
+  const ValueRecord* records() const {
+    static_assert(sizeof(SlotUse) == sizeof(ValueRecord));
+    return reinterpret_cast<const ValueRecord*>(uses_.data());
+  }
+  bool counts_uses() const {
+    return config_.policy != SlotPolicy::kLru && config_.policy != SlotPolicy::kTtl;
+  }
+  void find_known(const uint64_t* ids, size_t n, const MapOptions& options, int64_t* slots,
+                  std::vector<uint32_t>& missing);
+  void count_use(SlotUse& use, uint64_t count);
+  void count_uses(const int64_t* slots, size_t n, const int64_t* counts, int threads);
+  // Gives the id a position in its bucket; false: the bucket is full.
+  bool place(uint64_t id, uint32_t slot);
+  void place_or_grow(uint64_t id, uint32_t slot, const SlotUse& use);
   void grow_index();
+
+  class Newcomers;
   void insert_missing(const uint64_t* ids, const int64_t* counts,
-                      const std::vector<uint32_t>& missing, const MapOptions& options,
+                      const std::vector<uint32_t>& missing, bool evict, SlotOrder::Request request,
                       int64_t* slots, Mapped& mapped);
-  // Frees slots in order.
-  void release(size_t count, uint64_t below, uint32_t spared, int threads, IdSlots& released);
+  // Frees the first slots in order.
+  void release(const SlotOrder::Request& request, IdSlots& released);
+  SlotOrder::Request going(size_t count, int threads) const;
 
   SlotMapConfig config_;
   Table index_;
   Array<uint32_t> slot_of_;     // by position in the index
-  Array<uint32_t> owner_;       // by slot, if it is not free: the position in the index
   Array<SlotUse> uses_;         // by slot
   std::vector<uint32_t> pins_;  // by slot, once something is pinned
   FreeSlots free_;
   SlotOrder order_;
-  uint32_t stamp_ = 0;
   uint64_t time_ = 0;
   uint64_t draws_ = 0;  // kLfuLru: random numbers used so far
   mutable std::shared_mutex mutex_;

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <functional>
+#include <utility>
 
 #include "parallel.h"
 
@@ -13,10 +14,8 @@ namespace {
 constexpr std::size_t kSample = 4096;      // slots that a limit is estimated from
 constexpr std::size_t kChunk = 1u << 16;   // slots per task of a scan
 constexpr std::size_t kSmallRound = 1024;  // slots of a round, at least
-constexpr std::size_t kKnownAges = 1u << 16;
-constexpr int kLogShift = 59;  // kLfuLru: five bits of logarithm above the time
+constexpr int kLogShift = 59;              // kLfuLru: five bits of logarithm above the time
 constexpr std::uint64_t kLargestScore = 0x7fefffffffffffff;  // the bits of the largest double
-constexpr SlotKey kEnd{kNoLimit, ~std::uint32_t{0}};
 
 // Sorts by (key, slot) what is in the order of the slots: least significant digits first, and only
 // the digits that differ.
@@ -44,14 +43,14 @@ void sort_by_key(std::vector<SlotKey>& slots) {
   }
 }
 
-}  // namespace
-
-double SlotOrder::power_of(std::uint64_t age) const {
-  if (age >= kKnownAges) return std::pow(static_cast<double>(age) + 1, decay_exponent_);
-  while (powers_.size() <= age)
-    powers_.push_back(std::pow(static_cast<double>(powers_.size()) + 1, decay_exponent_));
-  return powers_[age];
+// Sorts notes: in the order of the slots if they are of one batch.
+void sort_slots(std::vector<SlotKey>& notes) {
+  const auto by_slot = [](const SlotKey& a, const SlotKey& b) { return a.slot < b.slot; };
+  if (std::is_sorted(notes.begin(), notes.end(), by_slot)) return sort_by_key(notes);
+  std::sort(notes.begin(), notes.end());
 }
+
+}  // namespace
 
 std::uint64_t SlotOrder::key(const SlotUse& use, std::uint64_t now) const {
   switch (policy_) {
@@ -76,6 +75,8 @@ void SlotOrder::reset() {
   head_ = 0;
   raised_.clear();
   added_.clear();
+  fading_.clear();
+  limit_used_once_ = false;
 }
 
 SlotKey SlotOrder::sampled_limit(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
@@ -84,7 +85,7 @@ SlotKey SlotOrder::sampled_limit(std::span<const SlotUse> uses, std::size_t used
   std::vector<SlotKey> sample;
   const std::size_t step = std::max<std::size_t>(1, uses.size() / kSample);
   for (std::size_t slot = 0; slot < uses.size(); slot += step)
-    if (uses[slot].stamp != 0)
+    if (uses[slot].owner != 0)
       sample.push_back({key(uses[slot], now), static_cast<std::uint32_t>(slot)});
   const std::size_t rank = sample.size() * size / used;
   if (rank >= sample.size()) return kEnd;
@@ -96,7 +97,7 @@ SlotKey SlotOrder::sampled_limit(std::span<const SlotUse> uses, std::size_t used
 void SlotOrder::scan(std::span<const SlotUse> uses, std::size_t begin, std::size_t end,
                      SlotKey limit, std::uint64_t now, std::vector<SlotKey>& found) const {
   const auto keep = [&](std::size_t slot) {
-    if (uses[slot].stamp == 0) return;
+    if (uses[slot].owner == 0) return;
     const SlotKey at{key(uses[slot], now), static_cast<std::uint32_t>(slot)};
     if (at < limit) found.push_back(at);
   };
@@ -129,33 +130,42 @@ void SlotOrder::scan(std::span<const SlotUse> uses, std::size_t begin, std::size
   }
 }
 
-void SlotOrder::start_round(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
-                            const Request& request) {
-  reset();
-  if (policy_ == SlotPolicy::kDistanceLfu)
-    power_of(std::min<std::uint64_t>(request.now, kKnownAges - 1));
-  const SlotKey limit = sampled_limit(uses, used, size, request.now);
+std::vector<SlotKey> SlotOrder::collect(std::span<const SlotUse> uses, SlotKey limit,
+                                        const Request& request) {
   const std::size_t chunks = (uses.size() + kChunk - 1) / kChunk;
   std::vector<std::vector<SlotKey>> found(chunks);
   parallel_for(request.threads, chunks, [&](std::size_t chunk) {
     const std::size_t end = std::min(uses.size(), (chunk + 1) * kChunk);
     scan(uses, chunk * kChunk, end, limit, request.now, found[chunk]);
   });
-  for (const auto& part : found) queue_.insert(queue_.end(), part.begin(), part.end());
-  sort_by_key(queue_);
-  limit_ = limit;
+  std::size_t total = 0;
+  for (const auto& part : found) total += part.size();
+  std::vector<SlotKey> all = std::move(merged_);
+  all.clear();
+  all.reserve(total);
+  for (const auto& part : found) all.insert(all.end(), part.begin(), part.end());
+  return all;
 }
 
-void SlotOrder::merge_added() {
-  if (added_.empty()) return;
-  if (!std::is_sorted(added_.begin(), added_.end())) std::sort(added_.begin(), added_.end());
-  std::vector<SlotKey> merged;
-  merged.reserve(queue_.size() - head_ + added_.size());
-  std::merge(queue_.begin() + static_cast<std::ptrdiff_t>(head_), queue_.end(), added_.begin(),
-             added_.end(), std::back_inserter(merged));
-  queue_ = std::move(merged);
+void SlotOrder::note(std::span<const std::uint32_t> slots, const std::uint32_t* counts,
+                     std::uint64_t now) {
+  if (policy_ == SlotPolicy::kDistanceLfu) return;  // never below a faded limit
+  if ((policy_ == SlotPolicy::kLru || policy_ == SlotPolicy::kTtl) && now > limit_.key) return;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const SlotKey at{key({now, counts[i], 0}, now), slots[i]};
+    if (at < limit_) added_.push_back(at);
+  }
+}
+
+void SlotOrder::merge(std::vector<SlotKey>& sorted) {
+  if (sorted.empty()) return;
+  merged_.clear();
+  merged_.reserve(queue_.size() - head_ + sorted.size());
+  std::merge(queue_.begin() + static_cast<std::ptrdiff_t>(head_), queue_.end(), sorted.begin(),
+             sorted.end(), std::back_inserter(merged_));
+  queue_.swap(merged_);
   head_ = 0;
-  added_.clear();
+  sorted.clear();
 }
 
 bool SlotOrder::next(SlotKey& at) const {
@@ -174,16 +184,16 @@ void SlotOrder::pop() {
   raised_.pop_back();
 }
 
-void SlotOrder::take(std::span<SlotUse> uses, const std::uint32_t* pins, std::size_t used,
-                     const Request& request, std::vector<std::uint32_t>& taken) {
+void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& request,
+                     std::vector<TakenSlot>& taken) {
   if (request.wanted == 0 || used == 0) return;
-  constexpr std::size_t kAhead = 16;
-  const bool fades = policy_ == SlotPolicy::kDistanceLfu;  // keys change without a use
+  if (policy_ == SlotPolicy::kDistanceLfu) return take_fading(uses, used, request, taken);
+  constexpr std::size_t kAhead = 32;
   // Notes of slots that came and went pile up where nothing is ever taken.
-  if (fades || added_.size() > 2 * uses.size()) reset();
-  merge_added();
-  std::size_t size =
-      std::max({fades ? 0 : used / 32, (fades ? 2 : 4) * request.wanted, kSmallRound});
+  if (added_.size() > 2 * uses.size()) reset();
+  sort_slots(added_);
+  merge(added_);
+  std::size_t size = std::max({used / 32, 4 * request.wanted, kSmallRound});
   std::size_t left = request.wanted;
   std::vector<SlotKey> held;
   while (left > 0) {
@@ -191,7 +201,11 @@ void SlotOrder::take(std::span<SlotUse> uses, const std::uint32_t* pins, std::si
     if (!next(at)) {
       if (limit_ == kEnd || used == 0) break;
       held.clear();  // the round finds them again
-      start_round(uses, used, size, request);
+      reset();
+      const SlotKey limit = sampled_limit(uses, used, size, request.now);
+      queue_ = collect(uses, limit, request);
+      sort_by_key(queue_);
+      limit_ = limit;
       size *= 4;
       continue;
     }
@@ -199,7 +213,7 @@ void SlotOrder::take(std::span<SlotUse> uses, const std::uint32_t* pins, std::si
     pop();
     if (head_ + kAhead < queue_.size()) __builtin_prefetch(&uses[queue_[head_ + kAhead].slot], 1);
     SlotUse& use = uses[at.slot];
-    if (use.stamp == 0) continue;
+    if (use.owner == 0) continue;
     const std::uint64_t present = key(use, request.now);
     if (present != at.key) {
       // Used since. A smaller key belongs to a new id, which was noted.
@@ -209,16 +223,16 @@ void SlotOrder::take(std::span<SlotUse> uses, const std::uint32_t* pins, std::si
       }
       continue;
     }
-    if (use.stamp == request.spared || (pins != nullptr && pins[at.slot] != 0)) {
+    if (stays(use, at.slot, request)) {
       held.push_back(at);
       continue;
     }
-    use.stamp = 0;
-    taken.push_back(at.slot);
+    taken.push_back({at.slot, use.owner});
+    use.owner = 0;
     --left;
     --used;
   }
-  added_.insert(added_.end(), held.begin(), held.end());
+  merge(held);
 }
 
 }  // namespace dynamicemb

@@ -22,11 +22,17 @@ enum class SlotPolicy : std::uint8_t {
   kTtl = 4,          // the oldest use, and only if it is older than a limit
 };
 
-// How a slot was used. `stamp` is the number of the last batch that used it; 0: the slot is free.
+// How a slot was used, and by whom. The rest of a free slot means nothing.
 struct SlotUse {
   std::uint64_t last = 0;   // time of the last use
-  std::uint32_t count = 0;  // uses; kLfuLru: their logarithm
-  std::uint32_t stamp = 0;
+  std::uint32_t count = 0;  // uses, where the policy counts them; kLfuLru: their logarithm
+  std::uint32_t owner = 0;  // the id's position in the index + 1; 0: the slot is free
+};
+
+// A slot that lost its id.
+struct TakenSlot {
+  std::uint32_t slot;
+  std::uint32_t owner;
 };
 
 struct SlotKey {
@@ -37,11 +43,15 @@ struct SlotKey {
 };
 
 inline constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
+inline constexpr SlotKey kEnd{kNoLimit, ~std::uint32_t{0}};  // above every slot
 
 class SlotOrder {
  public:
   SlotOrder(SlotPolicy policy, double decay_exponent)
-      : policy_(policy), decay_exponent_(decay_exponent) {}
+      // Without decay the age does not matter.
+      : policy_(policy == SlotPolicy::kDistanceLfu && decay_exponent == 0 ? SlotPolicy::kLfu
+                                                                          : policy),
+        decay_exponent_(decay_exponent) {}
 
   // What decides when the slot goes; smaller is earlier.
   std::uint64_t key(const SlotUse& use, std::uint64_t now) const;
@@ -49,45 +59,68 @@ class SlotOrder {
   struct Request {
     std::size_t wanted = 0;
     std::uint64_t below = kNoLimit;  // only keys below it
-    std::uint32_t spared = 0;        // not the slots with this stamp
     std::uint64_t now = 0;
+    bool spare_used_now = false;            // not the slots that were last used now
+    const std::uint64_t* spared = nullptr;  // a bit per slot; of those, only these are spared
+    const std::uint32_t* pins = nullptr;    // slots with a number other than 0 stay
     int threads = 1;
   };
-  // Frees (stamp = 0) the first slots in order, and appends them to `taken`. Pinned slots (pins
-  // other than 0; may be null) stay. `used` of the slots in `uses` are not free.
-  void take(std::span<SlotUse> uses, const std::uint32_t* pins, std::size_t used,
-            const Request& request, std::vector<std::uint32_t>& taken);
-  // A slot has a new id.
-  void note(std::uint32_t slot, const SlotUse& use) {
-    if (policy_ == SlotPolicy::kDistanceLfu) return;  // every request is a round of its own
-    const SlotKey at{key(use, use.last), slot};
-    if (at < limit_) added_.push_back(at);
-  }
+  // Frees (owner = 0) the first slots in order, and appends them to `taken`. `used` of the slots in
+  // `uses` are not free.
+  void take(std::span<SlotUse> uses, std::size_t used, const Request& request,
+            std::vector<TakenSlot>& taken);
+  // These slots, ascending, have new ids: used `now`, for the first time, so often.
+  void note(std::span<const std::uint32_t> slots, const std::uint32_t* counts, std::uint64_t now);
   // Forgets the round, e.g. after keys became smaller.
   void reset();
 
  private:
-  void start_round(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
-                   const Request& request);
+  // The slots of one round, in order of the slots.
+  std::vector<SlotKey> collect(std::span<const SlotUse> uses, SlotKey limit,
+                               const Request& request);
   SlotKey sampled_limit(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
                         std::uint64_t now) const;
   // The slots of [begin, end) below the limit, in order of the slots.
   void scan(std::span<const SlotUse> uses, std::size_t begin, std::size_t end, SlotKey limit,
             std::uint64_t now, std::vector<SlotKey>& found) const;
-  void merge_added();
+  void merge(std::vector<SlotKey>& sorted);
   bool next(SlotKey& at) const;
   void pop();
+
+  // kDistanceLfu: keys of slots that are not used become smaller, see slot_fading.cpp.
+  void take_fading(std::span<SlotUse> uses, std::size_t used, const Request& request,
+                   std::vector<TakenSlot>& taken);
+  void start_fading_round(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
+                          const Request& request);
+  struct FadedLimit {
+    double below;        // smaller scores are below the limit, even as they are rounded
+    double above;        // and these are not
+    std::uint64_t same;  // the key of ids that are below it by their slots; kNoLimit: none
+  };
+  FadedLimit faded_limit(std::uint64_t now) const;
   double power_of(std::uint64_t age) const;
+
+  static bool stays(const SlotUse& use, std::uint32_t slot, const Request& request) {
+    if (request.pins != nullptr && request.pins[slot] != 0) return true;
+    if (!request.spare_used_now || use.last != request.now) return false;
+    return request.spared == nullptr || (request.spared[slot / 64] >> slot % 64 & 1) != 0;
+  }
 
   SlotPolicy policy_;
   double decay_exponent_;
   mutable std::vector<double> powers_;  // (age + 1)^decay_exponent by age
 
-  SlotKey limit_{0, 0};         // all slots below it are in the three lists
+  SlotKey limit_{0, 0};         // all slots below it are in these lists
   std::vector<SlotKey> queue_;  // in order
   std::size_t head_ = 0;
   std::vector<SlotKey> raised_;  // a heap: they had smaller keys in the queue
   std::vector<SlotKey> added_;   // since the last request
+  std::vector<SlotKey> merged_;  // memory for the next queue
+
+  std::vector<std::uint32_t> fading_;  // slots, ascending
+  std::uint64_t fading_since_ = 0;     // time of the round
+  bool limit_used_once_ = false;       // by the id of the limit's slot, at limit_last_
+  std::uint64_t limit_last_ = 0;
 };
 
 }  // namespace dynamicemb

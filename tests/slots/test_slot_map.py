@@ -186,11 +186,11 @@ def test_pinned_slots_stay() -> None:
 
 
 def test_the_index_grows_when_a_bucket_is_full() -> None:
-    # 200 ids of one bucket of a map whose index has 14 buckets of 128.
+    # 200 ids of one bucket of a map whose index has 36 buckets of 64.
     from dynamicemb.hashing import mix
 
     candidates = torch.arange(40_000)
-    buckets = 1000 * 10 // 6 // 128 + 1
+    buckets = int(1000 / 0.44 / 64) + 1
     same = candidates[(((mix(candidates) >> 32) & 0xFFFFFFFF) * buckets >> 32) == 3][:200]
     assert len(same) == 200
     table = SlotMap(1000)

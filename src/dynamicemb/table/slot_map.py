@@ -66,8 +66,8 @@ class Mapped:
 class SlotMapState:
     """Everything a map knows, in the order of the slots: all int64 [n], and two numbers.
 
-    ``last``: time of the last use; ``counts``: uses (LFU_LRU: their logarithm); ``draws``: random
-    numbers drawn so far. Pins are not part of it.
+    ``last``: time of the last use; ``counts``: uses (LFU_LRU: their logarithm; 0 with LRU and TTL,
+    which do not count); ``draws``: random numbers drawn so far. Pins are not part of it.
     """
 
     ids: torch.Tensor
