@@ -124,5 +124,5 @@ def flip(file: Path, offset: int) -> None:
 
 def file_of(path: Path, role: str, table: str = "user") -> Path:
     """A file of a checkpoint's first rank."""
-    (found,) = path.glob(f"*/{table}_emb_{role}.rank_0.world_size_*")
+    found, *_ = path.glob(f"*/{table}_emb_{role}.rank_0.world_size_*")
     return found

@@ -176,15 +176,22 @@ def test_a_chain(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_a_training_run(capsys: Capture, tmp_path: Path) -> None:
-    assert main([*TRAIN, "--out", str(tmp_path / "run"), "--checkpoint-steps", "2"]) == 0
-    capsys.readouterr()
-    found = json_of(capsys, "verify", tmp_path / "run")["checkpoints"]
-    assert len(found) == 2
-    assert all("step-" in one["path"] for one in found)
-    newest = Path(found[0]["path"])
-    flip(newest / "run.pt", 100)
-    (damage,) = damages(capsys, tmp_path / "run")
-    assert damage["file"] == str(newest / "run.pt")
+    often = ["--checkpoint-steps", "2", "--delta-steps", "2"]
+    assert main([*TRAIN, "--out", str(tmp_path / "run"), *often]) == 0
+    chain, newest, step = json_of(capsys, "verify", tmp_path / "run")["checkpoints"]
+    assert chain["layout"] == "chain of deltas"
+    assert chain["path"] == str(tmp_path / "run" / "deltas" / "chain-000001")
+    assert newest["path"] > step["path"] > str(tmp_path / "run" / "checkpoints" / "step-")
+    run_chain = json_of(capsys, "inspect", tmp_path / "run" / "deltas")
+    assert run_chain["layout"] == "chain of deltas"
+    for name in ("run.pt", "rank-0.pt"):
+        flip(Path(newest["path"]) / name, 100)
+        (damage,) = damages(capsys, tmp_path / "run")
+        assert damage["file"] == newest["path"]
+        assert f"{name} is not what was written" in str(damage["problem"])
+        flip(Path(newest["path"]) / name, 100)
+    flip(file_of(Path(chain["path"]) / "delta_00000001", "values", "*"), 9)
+    assert "delta_00000001" in str(damages(capsys, tmp_path / "run")[0]["file"])
 
 
 def test_other_layouts(capsys: Capture, copy: Path, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from dynamicemb.cli.contents.checks import check_table, stray_files
 from dynamicemb.cli.contents.find import (
     NothingToReadError,
     ReadOptions,
-    checkpoints_of_run,
+    chains_of_run,
     open_content,
+    steps_of_run,
 )
 from dynamicemb.cli.contents.partition import default_memory
 from dynamicemb.cli.output import Output, bytes_text
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="dynamicemb verify",
         description="Compare every checksum, and see that each id has one row, in the part of its "
         "rank, that indexes find every row, and that deltas make a chain. Names the file, the "
-        "table and the place of all damage. Of a training run: every checkpoint in it.",
+        "table and the place of all damage. Of a training run: every checkpoint and chain in it.",
         allow_abbrev=False,
     )
     parser.add_argument("paths", metavar="PATH", nargs="+")
@@ -80,10 +81,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verify(path: str, options: VerifyOptions) -> list[Verified]:
-    steps = checkpoints_of_run(path)
-    if not steps:
+    steps, chains = steps_of_run(path), chains_of_run(path)
+    if not steps and not chains:
         return [_verify_one(path, options)]
-    done = []
+    done = [_verify_one(chain, options) for chain in chains]
     for step in steps:
         one = _verify_one(os.path.join(step, "tables"), options)
         one.damages = [*_check_run_state(Path(step)), *one.damages]
@@ -94,12 +95,12 @@ def _verify(path: str, options: VerifyOptions) -> list[Verified]:
 
 def _check_run_state(step: Path) -> list[Damage]:
     """What is wrong with what a run keeps beside its tables."""
-    from dynamicemb.cli.training.saving import read_state
+    from dynamicemb.cli.training.saving import check_files
 
     try:
-        read_state(step)
+        check_files(step)
     except DynamicEmbError as error:
-        return [Damage(str(error), str(step / "run.pt"))]
+        return [Damage(str(error), str(step))]
     return []
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamicemb.checkpoint.chain import is_chain
+from dynamicemb.checkpoint.chain import BASE, is_chain
 from dynamicemb.checkpoint.exchange import NAMES, SUFFIXES
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME, STAGING_PREFIX
 from dynamicemb.checkpoint.older import find_older
@@ -21,6 +21,7 @@ from dynamicemb.options import DynamicEmbScoreStrategy
 
 _RANK = re.compile(r"\d+-\d+")
 _STEP = re.compile(r"step-\d+")
+_CHAIN = re.compile(r"chain-\d+")
 _STRATEGIES = tuple(one.lower() for one in DynamicEmbScoreStrategy.__members__)
 
 
@@ -91,10 +92,10 @@ def _open(path: str, options: ReadOptions) -> Content:
         raise NothingToReadError(
             f"{path} is a file; allowed: a folder, or a file that ends in {', '.join(SUFFIXES)}"
         )
-    run = newest_of_run(path)
+    run = _newest_of_run(path)
     if run is not None:
         content = _open(run, options)
-        content.notes.insert(0, f"the newest checkpoint of the run: {run}")
+        content.notes.insert(0, f"the newest of the run: {run}")
         return content
     if os.path.lexists(os.path.join(path, MANIFEST_NAME)):
         checkpoint = CheckpointContent.open(path)
@@ -147,25 +148,39 @@ def _nothing(path: str, notes: Sequence[str]) -> str:
     )
 
 
-def checkpoints_of_run(path: str) -> list[str]:
+def steps_of_run(path: str) -> list[str]:
     """The checkpoints of ``dynamicemb train`` below ``path`` (its ``--out``, the folder of its
     checkpoints, or one of them), the newest first: folders with ``tables`` in them."""
     folder = Path(path)
     if _STEP.fullmatch(folder.name) and (folder / "tables").is_dir():
         return [path]
-    for place in (folder / "checkpoints", folder):
+    return _numbered(folder, "checkpoints", _STEP, "tables")
+
+
+def chains_of_run(path: str) -> list[str]:
+    """Its chains of deltas below ``path`` (``--out``, or the folder of the chains), the newest
+    first."""
+    return _numbered(Path(path), "deltas", _CHAIN, BASE)
+
+
+def _numbered(folder: Path, inside: str, name: re.Pattern[str], has: str) -> list[str]:
+    """The folders of that name in ``folder/inside``, or in ``folder`` itself, that have something,
+    those with the highest numbers first."""
+    for place in (folder / inside, folder):
         if place.is_dir():
             found = [
-                one
-                for one in place.iterdir()
-                if _STEP.fullmatch(one.name) and (one / "tables").is_dir()
+                one for one in place.iterdir() if name.fullmatch(one.name) and (one / has).is_dir()
             ]
             if found:
                 return [str(one) for one in sorted(found, reverse=True)]
     return []
 
 
-def newest_of_run(path: str) -> str | None:
-    """The tables of the newest checkpoint of a run; ``None`` if ``path`` is no run."""
-    found = checkpoints_of_run(path)
-    return os.path.join(found[0], "tables") if found else None
+def _newest_of_run(path: str) -> str | None:
+    """The tables of the newest checkpoint of a run, or without one its newest chain; ``None`` if
+    ``path`` is no run."""
+    steps = steps_of_run(path)
+    if steps:
+        return os.path.join(steps[0], "tables")
+    chains = chains_of_run(path)
+    return chains[0] if chains else None

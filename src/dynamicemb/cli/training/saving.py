@@ -140,6 +140,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def check_files(path: Path) -> None:
+    """Raise ``CheckpointError`` unless all that a checkpoint keeps beside its tables is what was
+    written."""
+    for rank, digest in enumerate(read_state(path)["ranks"]):
+        _read(path / f"rank-{rank}.pt", digest)
+
+
 def _read(file: Path, digest: str) -> dict[str, Any]:
     try:
         if _digest(file) != digest:
