@@ -3,7 +3,7 @@
 ``create_table`` makes one table; a :class:`TableGroup` looks up and updates several at once.
 """
 
-from dynamicemb.table.base import Table, timestamp_clock
+from dynamicemb.table.base import Table
 from dynamicemb.table.create import create_group, create_table
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.rows import (
@@ -17,6 +17,7 @@ from dynamicemb.table.rows import (
     TableStats,
     Written,
 )
+from dynamicemb.table.scored import timestamp_clock
 
 __all__ = [
     "Found",

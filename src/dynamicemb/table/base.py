@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -26,15 +24,15 @@ from dynamicemb.options import (
     MAX_BUCKET_CAPACITY,
     DynamicEmbCheckMode,
     DynamicEmbInitializerArgs,
-    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     align_to_table_size,
     complete_initializer_args,
-    warning_for_cstm_score,
 )
 from dynamicemb.table import content
+from dynamicemb.table.arguments import CheckedArguments
 from dynamicemb.table.expiry import Expiry
 from dynamicemb.table.rows import Found, Inserted, Progress, Rows, TableStats, Written
+from dynamicemb.table.scored import ScoredTable
 
 if TYPE_CHECKING:
     from dynamicemb.table.group import TableGroup
@@ -43,19 +41,8 @@ if TYPE_CHECKING:
 MAX_SLOTS = 2**31
 MAX_DIM = 2**20
 
-_clock_lock = threading.Lock()
-_last_reading = 0
 
-
-def timestamp_clock() -> int:
-    """Nanoseconds since the epoch, never the same and never less than before in this process."""
-    global _last_reading
-    with _clock_lock:
-        _last_reading = max(_last_reading + 1, time.time_ns())
-        return _last_reading
-
-
-class Table(ABC):
+class Table(ScoredTable, CheckedArguments):
     """A scored hash table of trainable rows. Its batch semantics are in docs/design.md.
 
     Ids are any 64-bit integers (int64 or uint64 tensors, 1-D, on the table's device). No result
@@ -93,12 +80,8 @@ class Table(ABC):
         if seed is None:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self.seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1) % 2**64
-        if clock is not None and not callable(clock):
-            raise wrong_type("clock", clock, "None or a function that returns nanoseconds")
-        self._clock_function = timestamp_clock if clock is None else clock
+        self._start_scores(clock)
         self._optimizer = self._checked_optimizer(optimizer)
-        self._step = 1
-        self._custom_score: int | None = None
         self.iteration = 0  # optimizer updates so far
         self._expiry: Expiry | None = None
 
@@ -339,10 +322,10 @@ class Table(ABC):
     def clear(self) -> None:
         """Remove every row and give the memory back. Counters of :meth:`stats` stay."""
 
-    def flush(self) -> None:  # noqa: B027  most tables have no store
+    def flush(self) -> None:
         """Write what is only in memory to the store below, if there is one."""
 
-    def drop_cache(self) -> None:  # noqa: B027
+    def drop_cache(self) -> None:
         """:meth:`flush`, and keep no row above the store, if there is one."""
 
     def export_buckets(self) -> int | None:
@@ -400,99 +383,10 @@ class Table(ABC):
     def restore_counter(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
         """Start the admission counter again from these counts; nothing without a counter."""
 
-    # ---- scores ----
-
-    def get_score(self) -> int:
-        """The score the next training batch will write (the clock's reading for TIMESTAMP and the
-        pair, 1 for LFU, 0 for NO_EVICTION and for CUSTOMIZED before ``set_score``)."""
-        strategy = self.options.score_strategy
-        if isinstance(strategy, tuple) or strategy is DynamicEmbScoreStrategy.TIMESTAMP:
-            return self._clock()
-        if strategy is DynamicEmbScoreStrategy.STEP:
-            return self._step
-        if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
-            return self._custom_score or 0
-        return 1 if strategy is DynamicEmbScoreStrategy.LFU else 0
-
-    def _clock(self) -> int:
-        reading = self._clock_function()
-        if type(reading) is int and 0 <= reading < 2**64:  # read in every batch
-            return reading
-        name = f"the clock of table {self.name!r}"
-        return check_integer(name, reading, minimum=0, maximum=2**64 - 1)
-
-    def set_score(self, score: int) -> None:
-        """The score of the training batches from now on; only with CUSTOMIZED.
-
-        A score below the one before warns, unless DYNAMICEMB_CSTM_SCORE_CHECK=0.
-        """
-        score = self.check_score(score)
-        before = self._custom_score or 0
-        if score < before and warning_for_cstm_score():
-            warnings.warn(
-                f"score of table {self.name!r} goes down from {before} to {score}: "
-                "rows touched from now on are evicted first",
-                UserWarning,
-                stacklevel=2,
-            )
-        self._custom_score = score
-
-    def check_score(self, score: int) -> int:
-        """Raise unless :meth:`set_score` would take ``score``."""
-        if self.options.score_strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
-            raise UsageError(
-                f"set_score on table {self.name!r}, whose score_strategy is "
-                f"{self.options.score_strategy!r}; allowed: only with CUSTOMIZED"
-            )
-        return check_integer("score", score, minimum=1, maximum=2**64 - 1)
-
-    def check_can_score(self) -> None:
-        """Raise where a training batch would: CUSTOMIZED without a score."""
-        customized = self.options.score_strategy is DynamicEmbScoreStrategy.CUSTOMIZED
-        if customized and self._custom_score is None:
-            raise UsageError(
-                f"table {self.name!r} has score_strategy CUSTOMIZED and no score yet: call "
-                "set_score before training"
-            )
-
-    def batch_score(self) -> tuple[int, int]:
-        """(score, timestamp) for the batch that is about to be written."""
-        self.check_can_score()
-        strategy = self.options.score_strategy
-        if isinstance(strategy, tuple):
-            return 0, self._clock()
-        if strategy is DynamicEmbScoreStrategy.TIMESTAMP:
-            return self._clock(), 0
-        if strategy is DynamicEmbScoreStrategy.STEP:
-            return self._step, 0
-        if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
-            assert self._custom_score is not None
-            return self._custom_score, 0
-        return 0, 0
-
     def advance_step(self) -> None:
-        """A training batch is done: STEP counts it."""
-        self._step += 1
-        if self._step == 2**64:
-            warnings.warn(f"the step of table {self.name!r} starts again from 0", stacklevel=2)
-            self._step = 0
+        super().advance_step()
         if self._expiry is not None:
             self._expiry.after_batch(self)
-
-    @property
-    def step(self) -> int:
-        """The STEP score of the next training batch."""
-        return self._step
-
-    def restore_scores(self, *, step: int, custom_score: int | None) -> None:
-        """Continue the score of a saved table."""
-        self._step = check_integer("step", step, minimum=0, maximum=2**64 - 1)
-        self._custom_score = custom_score
-
-    @property
-    def custom_score(self) -> int | None:
-        """What ``set_score`` was given last."""
-        return self._custom_score
 
     # ---- shared by the implementations ----
 
@@ -511,56 +405,6 @@ class Table(ABC):
             raise InsertionError(message, evicted)
         warnings.warn(message, UserWarning, stacklevel=3)
 
-    def check_ids(self, name: str, ids: object) -> torch.Tensor:
-        """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
-        if not isinstance(ids, torch.Tensor):
-            raise wrong_type(name, ids, "a tensor of int64 or uint64")
-        if ids.dtype not in (torch.int64, torch.uint64):
-            raise wrong_type(f"{name}.dtype", ids.dtype, "torch.int64 or torch.uint64")
-        if ids.dim() != 1:
-            raise wrong_value(f"{name}.shape", tuple(ids.shape), "one dimension")
-        self.check_device(name, ids)
-        return ids.resolve_neg().contiguous().view(torch.int64)
-
-    def check_device(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device != self.device:
-            raise InvalidArgumentError(
-                f"{name}.device is {str(tensor.device)!r}; allowed: {str(self.device)!r}, where "
-                f"table {self.name!r} is"
-            )
-        if tensor.layout != torch.strided:
-            raise wrong_value(f"{name}.layout", tensor.layout, "torch.strided")
-
-    def check_rows(
-        self, name: str, rows: object, count: int, columns: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """``rows`` as a contiguous [count, columns] tensor of ``dtype``."""
-        if not isinstance(rows, torch.Tensor):
-            raise wrong_type(name, rows, f"a tensor of {dtype}")
-        if rows.dtype != dtype:
-            raise wrong_type(f"{name}.dtype", rows.dtype, str(dtype))
-        if rows.shape != (count, columns):
-            raise wrong_value(f"{name}.shape", tuple(rows.shape), str((count, columns)))
-        self.check_device(name, rows)
-        return rows.detach().resolve_neg().contiguous()
-
-    def check_whole_rows(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        state: torch.Tensor | None,
-        scores: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The rows that :meth:`insert` and :meth:`assign` take, contiguous."""
-        ids = self.check_ids("ids", ids)
-        n = len(ids)
-        embeddings = self.check_rows("embeddings", embeddings, n, self.dim, self.dtype)
-        if state is not None:
-            state = self.check_rows("state", state, n, self.state_dim, torch.float32)
-        if scores is not None:
-            scores = self.check_scores(scores, n)
-        return ids, embeddings, state, scores
-
     def empty_rows(self, count: int) -> Rows:
         """Uninitialised buffers for ``count`` rows."""
         shape = (count,) if self.score_words == 1 else (count, 2)
@@ -570,29 +414,6 @@ class Table(ABC):
             torch.empty(count, self.state_dim, dtype=torch.float32, device=self.device),
             torch.empty(shape, dtype=torch.int64, device=self.device),
         )
-
-    def check_counts(self, counts: object, count: int) -> torch.Tensor:
-        """``counts`` as a contiguous int64 tensor of positive numbers."""
-        if not isinstance(counts, torch.Tensor) or counts.dtype != torch.int64:
-            raise wrong_type("counts", getattr(counts, "dtype", counts), "a tensor of int64")
-        if counts.shape != (count,):
-            raise wrong_value("counts.shape", tuple(counts.shape), str((count,)))
-        self.check_device("counts", counts)
-        if count and int(counts.min()) < 1:
-            raise wrong_value("counts", int(counts.min()), "at least 1")
-        return counts.contiguous()
-
-    def check_scores(self, scores: object, count: int) -> torch.Tensor:
-        """``scores`` as a contiguous int64 tensor (uint64 by its bits)."""
-        if not isinstance(scores, torch.Tensor) or scores.dtype not in (torch.int64, torch.uint64):
-            raise wrong_type(
-                "scores", getattr(scores, "dtype", scores), "a tensor of int64 or uint64"
-            )
-        shape = (count,) if self.score_words == 1 else (count, 2)
-        if scores.shape != shape:
-            raise wrong_value("scores.shape", tuple(scores.shape), str(shape))
-        self.check_device("scores", scores)
-        return scores.contiguous().view(torch.int64)
 
     def bucket_of(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [n]: the bucket each id lives in, at the present capacity."""
