@@ -20,6 +20,7 @@ from served import (
     set_rows,
 )
 
+from dynamicemb import DynamicEmbDump, StoreError
 from dynamicemb.cli.app import main
 from dynamicemb.incremental_dump import dump_delta
 from dynamicemb.serving import HttpTable
@@ -63,7 +64,8 @@ def test_clients_see_whole_states_while_deltas_are_applied_and_the_end_is_clean(
 ) -> None:
     model = make_tables()
     dump_delta(memory_path, model)
-    with ServerProcess(memory_path) as server:
+    options = ("--missing", "-1", "--max-ids", str(len(IDS)), "--threads", "2", "--preload")
+    with ServerProcess(memory_path, *options, "--no-verify", "--grace-seconds", "300") as server:
         server.wait_for(status="ok", delta=0)
         readers = [Reader(server, kind) for kind in ("bytes", "json", "bytes", "json")]
         for one in readers:
@@ -77,6 +79,10 @@ def test_clients_see_whole_states_while_deltas_are_applied_and_the_end_is_clean(
             assert not one.is_alive()
             assert one.wrong == []
             assert one.seen[-1] == DELTAS
+        table = HttpTable(server.url, "user")
+        assert table(torch.tensor([5])).tolist() == [[-1.0] * DIM]
+        with pytest.raises(StoreError, match=f"at most {len(IDS)}"):
+            table(torch.arange(len(IDS) + 1))
         about = server.wait_for(status="ok", delta=DELTAS)
         assert about["rows"] == 2 * len(IDS)
         _end_with_a_request_in_flight(server)
@@ -161,9 +167,17 @@ def test_mistakes_in_the_command_line_are_told(
     assert said in capsys.readouterr().err
 
 
+def test_what_the_tables_refuse_is_an_error(
+    memory_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DynamicEmbDump(memory_path, make_tables())
+    assert main(["serve", str(memory_path), "--port", "0", "--rank", "5"]) == 2
+    assert "rank is 5; allowed: 0 to 0" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_checkpoint_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(tmp_path), "--port", "0"]) == 2
     assert f"dynamicemb: there is no checkpoint in '{tmp_path}'" in capsys.readouterr().err
-    assert not [one for one in threading.enumerate() if one.name == "dynamicemb-http"]
+    assert not [one for one in threading.enumerate() if one.name.startswith("dynamicemb-")]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import http.client
 import socket
 import struct
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from served import DIM, IDS, PATIENCE_S, exchange, make_tables
+from served import DIM, IDS, PATIENCE_S, damage, exchange, make_tables
 
 from dynamicemb import DynamicEmbDump, StoreError
-from dynamicemb.cli.http import HttpServer, serving
+from dynamicemb.cli.http import HttpServer, Request, Response, serving
 from dynamicemb.cli.serving.follow import Follower
 from dynamicemb.cli.serving.service import Service
 from dynamicemb.serving import HttpTable
@@ -25,6 +27,38 @@ BYTES = {"Content-Type": "application/octet-stream"}
 #: Numbers whose text is long, small, large or short.
 ODD = [[0.1, 1 / 3, 1.17549435e-38, 3.40282347e38], [1e-45, 16777217.0, -2.5e-7, 0.0]]
 LOOKUP = "/v1/tables/user/lookup"
+
+
+class Waiting:
+    """A site whose answers wait for ``go``."""
+
+    max_body = 0
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def respond(self, request: Request) -> Response:
+        self.asked.set()
+        assert self.go.wait(PATIENCE_S)
+        return Response((b"done",))
+
+    def done(self, response: Response, seconds: float) -> None:
+        pass
+
+
+def follower_of(folder: Path) -> Follower:
+    """Of a checkpoint that does not change."""
+    settings = {"verify": True, "preload": False, "missing": -1.0, "rank": None}
+    follower = Follower(folder, 0.0, settings)
+    follower.look()
+    return follower
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +72,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     item.insert(IDS[:1], torch.tensor([[float("nan"), float("inf"), -0.0, 1e-40]]))
     item.insert(torch.tensor([1, -1]), torch.tensor(ODD))
     DynamicEmbDump(folder, model)
-    settings = {"verify": True, "preload": False, "missing": -1.0, "rank": None}
-    follower = Follower(Path(folder), 0.0, settings)
-    follower.look()
-    service = Service(follower, max_ids=MAX_IDS)
-    server = HttpServer(service, max_connections=8)
+    service = Service(follower_of(folder), max_ids=MAX_IDS)
+    server = HttpServer(service)
     service.connections = lambda: server.connections
     with serving(server) as url:
         yield int(url.rpartition(":")[2])
@@ -257,22 +288,64 @@ def test_requests_that_come_at_once_are_answered_in_order(port: int) -> None:
     assert places == sorted(places)
 
 
-def test_more_connections_than_allowed_are_told_so(port: int) -> None:
-    open_ones = []
-    for _ in range(8):
-        one = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-        one.request("GET", "/readyz")
-        answer = one.getresponse()
-        answer.read()
-        if answer.status == 503:  # one of a test before is not closed yet
-            one.close()
-            break
-        open_ones.append(one)
-    assert len(open_ones) >= 1
-    if len(open_ones) == 8:
-        assert exchange(port, "GET", "/readyz")[0] == 503
-    for one in open_ones:
-        one.close()
+def test_more_connections_than_allowed_are_told_so(memory_path: Path) -> None:
+    DynamicEmbDump(memory_path, make_tables())
+    service = Service(follower_of(memory_path), max_ids=1)
+    with serving(server := HttpServer(service, max_connections=1)) as url:
+        port = int(url.rpartition(":")[2])
+        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        for _ in range(2):
+            kept.request("GET", "/readyz")
+            answer = kept.getresponse()
+            assert (answer.status, bool(answer.read())) == (200, True)
+            assert exchange(port, "GET", "/readyz") == (503, {"error": "too many connections"})
+        kept.close()
+        wait_until(lambda: server.connections == 0)
+        assert exchange(port, "GET", "/readyz")[0] == 200
+
+
+def test_an_idle_connection_is_closed_and_the_client_opens_another(memory_path: Path) -> None:
+    DynamicEmbDump(memory_path, make_tables(3.0))
+    service = Service(follower_of(memory_path), max_ids=10)
+    with serving(server := HttpServer(service, idle_seconds=0.05)) as url:
+        table = HttpTable(url, "user")
+        for _ in range(3):
+            assert table(IDS[:1]).tolist() == [[3.0] * DIM]
+            wait_until(lambda: server.connections == 0)
+    with pytest.raises(StoreError, match="does not answer"):
+        table(IDS[:1])
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_the_end_waits_for_requests_that_were_begun_but_not_for_ever(in_time: bool) -> None:
+    site = Waiting()
+    server = HttpServer(site)
+    server.start()
+    connection = socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_S
+    )
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert site.asked.wait(PATIENCE_S)
+    if in_time:
+        threading.Timer(0.1, site.go.set).start()
+    assert server.stop(PATIENCE_S if in_time else 0.0) is in_time
+    site.go.set()
+    assert connection.makefile("rb").read().endswith(b"done")
+    connection.close()
+
+
+def test_what_is_verified_before_it_is_served_and_what_is_not(memory_path: Path) -> None:
+    DynamicEmbDump(memory_path, make_tables(1.0))
+    damage(memory_path)
+    settings = {"preload": True, "missing": 0.0, "rank": None}
+    careful = Follower(memory_path, 0.0, settings | {"verify": True})
+    careful.look()
+    assert careful.standing.state is None
+    assert "item" in str(careful.standing.problem)
+    hasty = Follower(memory_path, 0.0, settings | {"verify": False})
+    hasty.look()
+    assert hasty.standing.state is not None
+    assert hasty.standing.state.tables["model.user"](IDS[:1]).tolist() == [[1.0] * DIM]
 
 
 def test_metrics_count_requests_ids_and_misses(port: int) -> None:

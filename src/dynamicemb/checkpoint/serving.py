@@ -241,6 +241,8 @@ class ServingTable:
         for link in links[self._sequence + 1 :]:
             with CheckpointReader.open(link.path) as reader:
                 layer = Layer(reader, self._collection, self._name, self._settings)
+            if layer.checkpoint != link.id:
+                raise CheckpointError(f"{link.path} was replaced while it was opened")
             if (layer.entry.dim, layer.entry.value_dtype) != (
                 self.dim,
                 self._entry.value_dtype,

@@ -71,11 +71,11 @@ def _serve(path: Path, options: ServeOptions) -> int:
         logger.warning(
             "%s is no loopback address: everybody who reaches it can read the tables", server.host
         )
-    with interrupts() as interrupted:
-        with serving(server, options.grace_seconds) as url:
-            sys.stdout.write(f"listening on {url}\n")
-            sys.stdout.flush()
-            follower.start()
+    with interrupts() as interrupted, serving(server, options.grace_seconds) as url:
+        sys.stdout.write(f"listening on {url}\n")
+        sys.stdout.flush()
+        follower.start()
+        try:
             while not follower.looked.wait(0.1) and not interrupted:
                 pass
             if follower.standing.state is None and not interrupted:
@@ -85,7 +85,8 @@ def _serve(path: Path, options: ServeOptions) -> int:
             interrupted.wait()
             service.stopping = True
             logger.info("ends after the requests that were begun")
-        follower.stop()
+        finally:
+            follower.stop()
     return 0
 
 
