@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import random
+import re
 import socket
 import struct
 import threading
@@ -20,7 +22,7 @@ from dynamicemb import DynamicEmbDump, StoreError
 from dynamicemb.cli.http import HttpServer, Request, Response, serving
 from dynamicemb.cli.serving.follow import Follower
 from dynamicemb.cli.serving.service import Service
-from dynamicemb.serving import HttpTable
+from dynamicemb.serving import HttpTable, ServingTable
 
 MAX_IDS = 1000
 BYTES = {"Content-Type": "application/octet-stream"}
@@ -255,6 +257,47 @@ def test_what_is_no_request_is_answered_and_the_connection_closed(
             answer += some
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert b"\r\nConnection: close\r\n" in answer
+
+
+def test_damaged_requests_leave_the_server_as_it_is(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = (
+        b"POST /v1/tables/user/lookup HTTP/1.1\r\nContent-Length: 14\r\n\r\n" + b'{"ids": [1, 2]}'
+    )
+    draw = random.Random(7)
+    for _ in range(300):
+        sent = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(sent))
+            kind = draw.randrange(3)
+            if kind == 0:
+                sent[at] = draw.randrange(256)
+            elif kind == 1:
+                del sent[at : at + draw.randint(1, 9)]
+            else:
+                sent[at:at] = draw.randbytes(draw.randint(1, 9))
+            if not sent:
+                break
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.makefile("rb").read()
+        assert answer == b"" or re.match(rb"HTTP/1\.1 (200|4\d\d|505) ", answer), bytes(sent)
+    assert exchange(port, "GET", "/readyz")[0] == 200
+    assert caplog.text == ""  # a client that goes away is not worth a line
+
+
+def test_an_error_of_the_server_is_told_and_logged(
+    memory_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DynamicEmbDump(memory_path, make_tables())
+    service = Service(follower_of(memory_path), max_ids=1)
+    monkeypatch.setattr(ServingTable, "find", lambda *_: 1 / 0)
+    with serving(HttpServer(service)) as url:
+        status, answer = exchange(int(url.rpartition(":")[2]), "GET", f"{LOOKUP}?ids=1")
+    assert (status, answer) == (500, {"error": "an error of the server; its log says more"})
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_connection_is_kept_also_after_a_refusal_and_closed_when_asked(port: int) -> None:

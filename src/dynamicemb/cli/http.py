@@ -282,24 +282,28 @@ class HttpServer:
             return False
         connection.busy = True
         begin = time.perf_counter()
-        broken, close, method = False, False, ""
+        request = None
         try:
             request, close = self._read(connection, line)
-            method = request.method
-            response = self._site.respond(request)
+            response = self._respond(request)
         except _Unreadable as refused:
-            response, close, broken = refused.response(), True, True
-        except Refused as refused:
-            response = refused.response()
-        except Exception:
-            logger.exception("a request failed")
-            response = Refused(500, "an error of the server; its log says more").response()
+            response, close = refused.response(), True
         close = close or self._stopping
         self._site.done(response, time.perf_counter() - begin)
-        connection.send(response, close=close, with_body=method != "HEAD")
-        if broken:
+        with_body = request is None or request.method != "HEAD"
+        connection.send(response, close=close, with_body=with_body)
+        if request is None:
             connection.drain()
         return not close
+
+    def _respond(self, request: Request) -> Response:
+        try:
+            return self._site.respond(request)
+        except Refused as refused:
+            return refused.response()
+        except Exception:
+            logger.exception("a request failed")
+            return Refused(500, "an error of the server; its log says more").response()
 
     def _read(self, connection: _Connection, line: bytes) -> tuple[Request, bool]:
         """The request that begins with ``line``, and whether the client wants no other."""
