@@ -1,19 +1,27 @@
 """How docstrings become markdown for the API pages: an extension of griffe, which reads them.
 
 Docstrings list arguments as lines ``name: what it is`` (with deeper lines going on), with or
-without a heading, and name things in reStructuredText's roles. Both become markdown here.
+without a heading, name things in reStructuredText's roles, and pages by their files. All that
+becomes markdown here.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+_PAGE = re.compile(r"`*docs/(\w+)\.md`*")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`~?([^`]+)`")
 _ITEM = re.compile(r"((?:\*{0,2}\w+)(?:, \*{0,2}\w+)*): (.*)")
 _SECTION = re.compile(r"(Args|Raises|Returns|Yields|Example):$")
+
+
+def _title(page: str) -> str:
+    """The heading of a page of the documentation."""
+    return (Path(__file__).parent / f"{page}.md").read_text().partition("\n")[0].lstrip("# ")
 
 
 def _names(found: griffe.Object) -> set[str]:
@@ -27,6 +35,7 @@ def as_markdown(text: str, names: set[str]) -> str:
     """``text`` with its lists of ``names`` as lists of markdown, and without roles."""
     lines: list[str] = []
     inside = section = False  # an item; what griffe itself reads as a section
+    text = _PAGE.sub(lambda page: f"[{_title(page[1])}](../{page[1]}.html)", text)
     for line in _ROLE.sub(r"`\1`", text).splitlines():
         section = bool(_SECTION.match(line)) or (section and (line.startswith(" ") or not line))
         item = None if section else _ITEM.match(line)

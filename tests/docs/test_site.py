@@ -60,6 +60,7 @@ class Page(HTMLParser):
     def __init__(self, file: Path) -> None:
         super().__init__()
         self.loads: list[str] = []
+        self.links: list[str] = []
         self.anchors: set[str] = set()
         self.images_without_words: list[str] = []
         self.feed(file.read_text())
@@ -67,6 +68,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.anchors.add(given.get("id") or "")
+        if tag == "a":
+            self.links.append(given.get("href") or "")
         loaded = given.get("href") if tag == "link" else given.get("src")
         if loaded is not None and given.get("rel") != "canonical":
             self.loads.append(loaded)
@@ -86,6 +89,36 @@ def test_pages_load_nothing_from_the_network(site: Path) -> None:
         assert page.images_without_words == []
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", sheet.read_text()), sheet
+
+
+def test_links_lead_somewhere(site: Path) -> None:
+    """Those that mkdocs cannot see too: in docstrings, and in the README."""
+    pages = {file.resolve(): Page(file) for file in site.rglob("*.html")}
+
+    def leads(file: Path, link: str) -> bool:
+        path, _, anchor = link.partition("#")
+        target = (file.parent / path).resolve() if path else file.resolve()
+        if target not in pages:
+            return target.exists()
+        return not anchor or anchor in pages[target].anchors
+
+    internal = re.compile(r"(?!https?:|mailto:|javascript:)")
+    wrong = [
+        f"{file.name}: {link}"
+        for file, page in pages.items()
+        if file.name != "404.html"  # its links are those of the site's root
+        for link in page.links
+        if internal.match(link) and not leads(file, link)
+    ]
+    readme = re.findall(r"\[[^]\n\"]+\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    for link in readme:
+        if internal.match(link):
+            inside = re.fullmatch(r"docs/(.*)\.md(#.*)?", link)
+            if inside is None:
+                wrong += [] if (ROOT / link).exists() else [f"README.md: {link}"]
+            elif not leads(site / "it", f"{inside[1]}.html{inside[2] or ''}"):
+                wrong.append(f"README.md: {link}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("module", PUBLIC)
