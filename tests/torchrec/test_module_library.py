@@ -4,7 +4,9 @@ documentation, corrected where they do not run."""
 from __future__ import annotations
 
 import abc
+import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +124,18 @@ def test_every_documented_name_is_there() -> None:
         if not hasattr(module, name)
     ]
     assert missing == []
+
+
+def test_every_documented_name_is_used_by_a_test_here() -> None:
+    tree = ast.parse(Path(__file__).read_text())
+    tests = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    used = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for test in tests
+        for node in ast.walk(test)
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+    assert {name for names in NAMES.values() for name in names} - used == set()
 
 
 def features(weighted: bool = False) -> KeyedJaggedTensor:
@@ -523,6 +537,12 @@ def test_managed_collision_modules() -> None:
     jagged = {"t1": JaggedTensor(values=torch.tensor([9, 9, 4]), lengths=torch.tensor([3]))}
     assert mc_modules.apply_mc_method_to_jt_dict(module, "preprocess", jagged) is jagged
     assert module(jagged)["t1"].values().tolist() == [0, 0, 1]
+    # The document's module: it goes on with our state.
+    theirs = mc_modules.MCHManagedCollisionModule(
+        zch_size=8, device=cpu, eviction_policy=mc_modules.LFU_EvictionPolicy(), eviction_interval=1
+    )
+    theirs.load_state_dict(module.state_dict())
+    assert theirs.eval()(jagged)["t1"].values().tolist() == [0, 0, 1]
     for policy in (
         mc_modules.LFU_EvictionPolicy(),
         mc_modules.LRU_EvictionPolicy(),
