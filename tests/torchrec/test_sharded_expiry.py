@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from sharded import KEYS, Net, configs, dynamic_model, dynamic_tables
 from torchrec import KeyedJaggedTensor
 
 from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.expiry import expire_rows
 from dynamicemb.incremental_dump import incremental_dump, track_removals
 from ranks import Ranks
-from sharded import KEYS, Net, configs, dynamic_model, dynamic_tables
 
 STEPS = 2
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import CPU, batch, configs, even, loss_of, rows_at_start, share
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -33,7 +34,6 @@ from dynamicemb.shard import (
     DynamicEmbeddingCollectionSharder,
 )
 from ranks import Ranks
-from sharded import CPU, batch, configs, even, loss_of, rows_at_start, share
 
 BATCH, STEPS, RATE = 8, 4, 0.25
 LONGEST = 4
