@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 300.0  # of one function on all ranks; generous, the machine may be busy
+TIMEOUT = 600.0  # of one function on all ranks; generous, the machine may be busy
 
 
 class RankError(AssertionError):
