@@ -24,7 +24,7 @@ train: setup
 	$(VENV)/bin/dynamicemb train
 
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
