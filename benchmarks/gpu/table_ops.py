@@ -44,6 +44,14 @@ class Filled:
             self.known.append(ids)
             inserted += count
         self.known = self.known[-16:]
+        self.full = load >= 1
+        self._new: list[torch.Tensor] = []
+
+    def restore(self) -> None:
+        """Back to the load, if there were free slots."""
+        for ids in [] if self.full else self._new:
+            self.table.erase(ids)
+        self._new = []
 
     def insert(self, ids: torch.Tensor) -> Any:
         group = self.table.group
@@ -60,12 +68,8 @@ class Filled:
         return everything[order[:count]].clone()
 
     def mixed(self, count: int, hits: float) -> torch.Tensor:
-        ids = torch.cat(
-            [
-                self.present(int(count * hits)),
-                random_ids(count - int(count * hits), self.generator),
-            ]
-        )
+        self._new.append(random_ids(count - int(count * hits), self.generator))
+        ids = torch.cat([self.present(int(count * hits)), self._new[-1]])
         return ids[torch.randperm(count, generator=self.generator, device="cuda")].clone()
 
 
@@ -92,8 +96,9 @@ def _index_only(clock: Clock, load: float) -> dict[str, Any]:
         def insert(i: int, fresh: list[torch.Tensor] = fresh) -> None:
             index.insert(fresh[i % 12])
 
-        micros = clock.time(insert, repeats=8, warm_up=2)
+        micros = clock.time(insert, repeats=10, warm_up=2)
         result[f"find_or_insert index, 60 % hits, {name}, load {load}"] = {"us": micros}
+        index.restore()
     return result
 
 
@@ -127,12 +132,16 @@ def _with_rows(clock: Clock, bandwidth: float, load: float, dim: int) -> dict[st
     micros = clock.time(find_or_insert, repeats=8, warm_up=2)
     add("find_or_insert, 60 % hits", micros, index_bytes + SECTOR + 8 * dim + 0.4 * 4 * dim)
 
+    filled.restore()
+    fresh = [filled.mixed(BATCH, 0.6) for _ in range(10)]
+
     def insert_and_evict(i: int) -> None:
         table._write(fresh[i % 10], values, None, None, True, distinct=True)
 
     micros = clock.time(insert_and_evict, repeats=8, warm_up=2)
     evicted = 8 * dim + 2 * SECTOR if load == 1 else 0
     add("insert_and_evict, 60 % hits", micros, index_bytes + SECTOR + 8 * dim + 0.4 * evicted)
+    filled.restore()
     micros = clock.time(lambda i: table.assign(sets[i % 4], values), repeats=8)
     add("assign", micros, index_bytes + SECTOR + 8 * dim)
     micros = clock.time(
@@ -142,6 +151,7 @@ def _with_rows(clock: Clock, bandwidth: float, load: float, dim: int) -> dict[st
     misses = [filled.mixed(BATCH, 0.0) for _ in range(10)]
     micros = clock.time(lambda i: table.insert(misses[i % 10], values), repeats=8, warm_up=2)
     add("insert, all misses", micros, index_bytes + 3 * SECTOR + 8 * dim)
+    filled.restore()
     misses = [filled.mixed(BATCH, 0.0) for _ in range(10)]
     micros = clock.time(
         lambda i: table._write(misses[i % 10], values, None, None, False, distinct=True),

@@ -133,13 +133,16 @@ def place_kernel(
 @kernel
 def victims_kernel(
     ids_ptr, tables_ptr, meta_ptr, batch_ptr, tables, number, work_ptr, leaders_ptr, capacity,
-    victims_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
-    ONE_CLASS: tl.constexpr, MARKED: tl.constexpr,
+    victims_ptr, hint_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """victims[base + q] = the position with the q-th smallest (score, slot) of a leader's bucket
     among those that the batch did not touch, or -1. Touched are those with the batch's mark; if not
-    MARKED, those with its score, which no other slot has."""
+    MARKED, those with its score, which no other slot has. The host may read the number of leaders
+    from hint[3], at any time."""
     leaders = tl.load(work_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(hint_ptr + 3, leaders)
     lane = tl.arange(0, PADDED)
     first = tl.program_id(0) * BLOCK
     while first < leaders:

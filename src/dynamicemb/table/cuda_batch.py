@@ -33,10 +33,12 @@ NUMBERED = 512
 COMMITTED = 512
 #: Slots that one program looks at for the lowest scores, at a time.
 VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 256), 1
-VICTIM_PROGRAMS = 2 if INTERPRETED else 132 * 64
+#: Programs of launches whose work only the device knows; many more where the last batch had much.
+PERSISTENT = 2 if INTERPRETED else 132 * 16
+MORE_PROGRAMS = 2 if INTERPRETED else 132 * 64
+ROW_PROGRAMS = 2 if INTERPRETED else 132 * 8
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
-PERSISTENT = 2 if INTERPRETED else 132 * 16
 
 SLOT_FAILED, SLOT_GONE, SLOT_REJECTED = FAILED.value, GONE.value, REJECTED.value
 
@@ -102,6 +104,10 @@ class Batch:
     def space(self) -> Workspace:
         assert self._space is not None
         return self._space
+
+    def used(self) -> int:
+        """How many entries there are; waits for the device unless ids are known to be distinct."""
+        return self.n if self.first is self.entry_of else int(self.count)
 
     def used_elsewhere(self) -> None:
         """The current stream is another one than that which used the batch last."""
@@ -215,7 +221,7 @@ class Batch:
         """How many entries and hot blocks there may be, from batches before. Kernels are started
         for so many, and loop where there are more: results do not depend on it."""
         self.entries_guess, self.hot_guess = self.n, hot_blocks(self.n)
-        entries, ids, parts = self.layout.hint_array.tolist()
+        entries, ids, parts, self.evicting_guess = self.layout.hint_array.tolist()
         if ids > 0 and entries > 0:
             scale = 1.05 * self.n / ids
             self.entries_guess = min(self.entries_guess, int(scale * entries) + 64)
@@ -408,9 +414,10 @@ class Batch:
             return victims
         padded = power_of_two(one.width)
         rows = max(1, VICTIM_TILE // padded)
+        many = blocks(self.evicting_guess, rows) > PERSISTENT
         launch(
             insert.victims_kernel,
-            min(blocks(self.n, rows), VICTIM_PROGRAMS),
+            min(blocks(self.n, rows), MORE_PROGRAMS if many else PERSISTENT),
             (
                 self.ids,
                 self.tables,
@@ -422,6 +429,7 @@ class Batch:
                 leaders,
                 space.capacity,
                 victims,
+                layout.hint,
             ),
             (one.width, padded, rows, self.one, layout.one_class, marked),
             warps=VICTIM_WARPS,
@@ -437,7 +445,7 @@ class Batch:
         for one in layout.classes:
             if one.dim == 0 or (not embeddings and one.state_dim == 0):
                 continue
-            programs = min(blocks(self.n, one.row_block), PERSISTENT)
+            programs = min(blocks(self.n, one.row_block), ROW_PROGRAMS)
             launch(
                 initialize.fresh_kernel,
                 programs,

@@ -242,7 +242,7 @@ class CudaTableGroup(TableGroup):
 
     def _evicted(self, batch: Batch) -> list[Rows]:
         """The rows that a batch evicted, of each table, before they are overwritten."""
-        used = int(batch.count)
+        used = batch.used()
         left = batch.fresh[:used] == 2
         evicted = []
         for t, table in enumerate(self.tables):

@@ -84,10 +84,10 @@ class Layout:
         self.batch_numbers = Numbers(words.BATCH_NUMBERS, self.tables, torch.int64, self.device)
         self.now_numbers = Numbers(1, self.tables, torch.int32, self.device)
         self.step_numbers = Numbers(words.STEP_NUMBERS, self.tables, torch.int32, self.device)
-        # Entries, ids and hot blocks of a batch that is done: the device writes, the host reads at
-        # any time.
+        # Entries, ids, hot blocks and evicting buckets of a batch that is done: the device writes,
+        # the host reads at any time.
         pinned = self.device.type == "cuda"
-        self.hint = torch.zeros(3, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.hint = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.hint_array = self.hint.numpy()
         self._features: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: list[int] = []
