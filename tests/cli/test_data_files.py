@@ -9,11 +9,13 @@ import math
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from dynamicemb.cli.app import main
+from dynamicemb.cli.training import files
 from dynamicemb.cli.training.batch import Batch
 from dynamicemb.cli.training.files import DataError, FileSource
 from dynamicemb.cli.training.schema import FileSchema, criteo, read_schema
@@ -137,7 +139,7 @@ def csv_file(folder: Path, *lines: str) -> Path:
         (["1,2,a", "0,nan,b"], "row 2 column 'price' is 'nan'"),
         (["1,2,a", "0,2,b", "2,2,b"], "row 3 column 'click' is '2'; allowed: 0 or 1"),
         (["1,2,a", ",2,b"], "row 2 column 'click' is ''; allowed: 0 or 1"),
-        (["1,2,a", "1,2"], "2 columns; the first row has 3"),
+        (["1,2,a", "1,2"], "row 2 has 2 columns; the first row has 3"),
         ([], "is empty: it has no rows"),
     ],
 )
@@ -162,6 +164,39 @@ def test_rows_are_counted_over_blocks(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="row 400,001 column 'price' is 'x'"):
         for _ in source.batches(0, 100_000):
             pass
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_files_are_streamed_whatever_their_size(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 16)
+    rows = 1_000_000 if kind == "parquet" else 400_000
+    numbers = torch.arange(rows, dtype=torch.int64)
+    columns = pa.table(
+        {
+            "click": (numbers % 2).numpy(),
+            "price": (numbers / 7.0).numpy(),
+            "user": (numbers * 0x9E3779B97F4A7C1).numpy(),
+        }
+    )
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":  # one row group, and nothing that makes it small
+        pq.write_table(columns, path, row_group_size=rows, compression="none", use_dictionary=False)
+    else:
+        with pa.output_stream(path) as stream:
+            pa.csv.write_csv(columns, stream)
+    whole = columns.nbytes
+    del columns
+    source = FileSource(
+        [str(path)], schema(tmp_path, "label: click\ndense: [price]\nsparse: [user]\n")
+    )
+    before, most, seen = pa.total_allocated_bytes(), 0, 0
+    for batch in source.batches(0, 1000):
+        seen += batch.size
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert seen == rows
+    assert most < whole / 2, most
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def test_the_picture_before_and_during_a_run(run: Run) -> None:
         assert word in text
     for word in ("rows", "load", "hit rate", "inserts", "evictions", "rejections", "memory"):
         assert word in text
-    assert "Ctrl-C ends with a checkpoint" in text
+    assert "80 %" in text
+    assert "predicted before trained on, last 400 examples" in text  # on one line
+    assert "checkpoint of step 4; Ctrl-C ends with a checkpoint" in text
 
 
 def test_the_live_screen_draws_on_a_terminal_and_leaves_it_clean(run: Run) -> None:

@@ -24,6 +24,7 @@ BROWSER = next(
 )
 TITLES = (
     "AUC over a sliding window",
+    "AUC above that of the hashed tables",
     "Normalised entropy",
     "Table growth",
     "Memory of the tables",
@@ -109,6 +110,12 @@ def test_a_browser_draws_the_report(report: Path, tmp_path: Path) -> None:
     assert picture.stat().st_size > 50_000  # an empty page has a tenth of it
 
 
+def test_numbers_are_short_and_different() -> None:
+    assert [plots.number(one) for one in (0.755, 12, 3050, 3060, 65e3, 650e3, 1.25e6)] == [
+        *("0.755", "12", "3,050", "3,060", "65,000", "650k", "1.25M"),
+    ]
+
+
 def test_ticks_are_round_and_inside() -> None:
     for low, high in ((0.0, 1.0), (0.731, 0.778), (0.0, 65_536.0), (-3.0, 12.0)):
         some = plots.ticks(low, high)
@@ -122,5 +129,7 @@ def test_plots_take_what_a_short_run_has() -> None:
     assert "<circle" in one
     assert "NaN" not in plots.lines("t", [1, 2], {"a": [float("nan")] * 2}, x_label="", y_label="")
     assert "nothing to show" in plots.histogram("t", np.empty(0), x_label="", y_label="")
-    assert plots.histogram("t", np.full(9, 3.0), x_label="", y_label="").count("<rect") == 32
+    assert plots.histogram("t", np.full(9, 3.5), x_label="", y_label="").count("<rect") == 32
+    integers = plots.histogram("t", np.arange(5.0), x_label="", y_label="")
+    assert integers.count("<rect") == 5  # a bar each
     assert "&lt;b&gt;" in plots.bars("<b>", {"x": 0.0}, "ms")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import resource
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +105,93 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bits(whole: Path, tmp_path:
     assert points(tmp_path) == points(whole)
 
 
-def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_goes_on(
-    whole: Path, tmp_path: Path
+def start_in_a_terminal(*arguments: str) -> tuple[int, int]:
+    """(process, terminal) of a command that has a terminal of 120 columns to itself."""
+    process, terminal = pty.fork()
+    if process == 0:  # in the command's process, until it is replaced
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        os.execve(sys.executable, [sys.executable, "-m", "dynamicemb.cli", *arguments], environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    return process, terminal
+
+
+def read_until(terminal: int, *texts: bytes) -> bytes:
+    """What a terminal shows until all of ``texts`` were there, or to its end."""
+    shown = b""
+    while not texts or not all(text in shown for text in texts):
+        assert select.select([terminal], [], [], 300)[0], shown.decode()
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # the end, on Linux
+            break
+        if not part:
+            break
+        shown += part
+    return shown
+
+
+def test_ctrl_c_in_a_terminal_ends_with_a_checkpoint_and_leaves_the_screen_clean(
+    tmp_path: Path,
 ) -> None:
-    process = start(tmp_path, "--days", "300")
-    until(process, "step 5,")
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, out
-    assert "stopped with a checkpoint" in out
+    options = [one for one in SMALL if one != "--plain"]
+    process, terminal = start_in_a_terminal(
+        "train", *options, "--out", str(tmp_path), "--days", "300", "--delta-steps", "5"
+    )
+    try:
+        shown = read_until(terminal, b"ceiling", b"evictions", b"examples/s", b"delta ")
+        os.write(terminal, b"\x03")
+        rest = read_until(terminal)
+    finally:
+        os.close(terminal)
+        _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 130, (shown + rest).decode()
+    assert b"Ctrl-C ends with a checkpoint" in shown
+    assert b"stopped with a checkpoint; the same command goes on" in rest
+    assert b"\x1b[?25h" in rest  # the cursor is back
     assert (tmp_path / "report.html").exists()
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     assert int(checkpoint.name.removeprefix("step-")) < 3000
+    assert (tmp_path / "deltas" / "chain-000001" / "base").is_dir()
+
+
+def test_the_printed_configuration_gives_the_same_run(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert train(tmp_path / "elsewhere", "--print-config") == 0
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    out = tmp_path / "run"
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), "--out", str(out)]) == 0
+    assert points(out) == points(whole)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.stress
+def test_the_default_run_beats_hashing_in_minutes_also_killed_half_way(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dynamicemb.cli", "train", "--plain", "--device", "cpu"]
+    subprocess.run([*command, "--out", str(tmp_path / "a")], check=True, timeout=3600)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime < 200  # two minutes, with room for a slower machine
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "b")], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            until(process, "(50 %)")
+        finally:
+            process.kill()
+    assert list((tmp_path / "b" / "checkpoints").iterdir())
+    subprocess.run([*command, "--out", str(tmp_path / "b")], check=True, timeout=3600)
+    a, b = points(tmp_path / "a"), points(tmp_path / "b")
+    assert len(a) == len(b) == 63
+    for name in ("dynamic", "hashed"):
+        whole, killed = (one[-1]["metrics"][name]["auc"] for one in (a, b))
+        assert killed == pytest.approx(whole, abs=0.002)
+    half = len(a) // 2
+    won = [one["metrics"]["dynamic"]["auc"] - one["metrics"]["hashed"]["auc"] for one in a[half:]]
+    assert sum(won) / len(won) > 0.01
+    for out in ("a", "b"):
+        assert "<h2>Why</h2>" in (tmp_path / out / "report.html").read_text()
 
 
 def test_a_damaged_checkpoint_is_left_out_for_the_one_before(

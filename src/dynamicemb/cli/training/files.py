@@ -27,8 +27,9 @@ except ModuleNotFoundError as error:
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
 PACKED_SUFFIXES = (".gz", ".bz2", ".zst")
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20  # of text; the reader has 32 of them ahead
 BLOCK_ROWS = 16_384
+READ_BYTES = 1 << 20
 
 
 class DataError(DynamicEmbError, ValueError):
@@ -202,7 +203,7 @@ class FileSource(Source):
         except (pa.ArrowException, OSError) as error:
             if bad:
                 row = bad[0].number
-                where = "" if row is None else f" row {row:,}"
+                where = "" if row is None else f" row {row - has_header:,}"
                 raise DataError(
                     f"{path}{where} has {bad[0].actual_columns} columns; the first row has "
                     f"{bad[0].expected_columns}"
@@ -234,7 +235,8 @@ class FileSource(Source):
 
 def _open_parquet(path: Path) -> Any:
     try:
-        return pq.ParquetFile(path)
+        # So a row group, which may be the whole file, is read piece by piece.
+        return pq.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is no Parquet file, or broken: {_first_line(error)}") from error
 

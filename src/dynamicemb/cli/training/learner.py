@@ -18,12 +18,13 @@ from dynamicemb.cli.training.measured import (
     MeasuredZch,
 )
 from dynamicemb.cli.training.models import ClickModel
-from dynamicemb.cli.training.options import DYNAMIC, HASHED, ZCH, TrainOptions
+from dynamicemb.cli.training.options import DYNAMIC, ZCH, TrainOptions
 from dynamicemb.cli.training.tables import (
     OPTIMIZERS,
     hashed_capacity,
     row_bytes,
     stored_options,
+    table_options,
     tables_of,
 )
 from dynamicemb.cli.training.timer import Timer
@@ -118,11 +119,17 @@ def _set_random_state(states: Sequence[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
+def slots_of(kind: str, options: TrainOptions) -> int:
+    """Rows of a full table, over all processes."""
+    if kind == DYNAMIC:
+        return options.nproc * int(table_options(options).max_capacity or 0)
+    return zch_capacity(options) if kind == ZCH else hashed_capacity(options)
+
+
 def new_model(kind: str, options: TrainOptions, schema: Schema) -> ClickModel:
     """A model whose tables, without memory yet, have the rows of that kind; the dense layers are
     the same for every kind."""
-    capacity = {DYNAMIC: lambda _: options.capacity, ZCH: zch_capacity, HASHED: hashed_capacity}
-    rows = dict.fromkeys(schema.tables, capacity[kind](options))
+    rows = dict.fromkeys(schema.tables, slots_of(kind, options))
     torch.manual_seed(options.seed)
     return ClickModel(options.model, schema, options.dim, rows)
 

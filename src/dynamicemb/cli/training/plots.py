@@ -8,8 +8,8 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT = 560, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
+WIDTH, HEIGHT = 480, 250
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 44
 COLORS = ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#ea580c", "#0891b2")
 
 
@@ -26,11 +26,19 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A short form: 1.2M, 65k, 0.755."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.4g}"
+    """A short form: 1.2M, 650k, 3,050, 0.755."""
+    for size, letter, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e5)):
+        if abs(value) >= least:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _power(exponent: int) -> str:
+    """2 to the power of ``exponent`` in a short form: 512, 1k, 2k."""
+    for less, letter in ((30, "G"), (20, "M"), (10, "k")):
+        if exponent >= less:
+            return f"{2 ** (exponent - less)}{letter}"
+    return str(2**exponent)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
@@ -93,14 +101,16 @@ def lines(
     x_label: str,
     y_label: str,
     from_zero: bool = False,
+    dashed: Sequence[str] = (),
 ) -> str:
-    """A line for each series over ``x``; values that are not finite are left out."""
+    """A line for each series over ``x``, some of them dashed; values that are not finite are left
+    out."""
     every = [v for values in series.values() for v in values if math.isfinite(v)] or [0.0]
     low, high = min(every), max(every)
     room = 0.05 * (high - low)
     frame = _Frame((min(x), max(x)), (0.0 if from_zero else low - room, high + room))
     body = frame.axes(x_label, y_label)
-    for n, values in enumerate(series.values()):
+    for n, (name, values) in enumerate(series.items()):
         points = [
             (frame.place_x(a), frame.place_y(b))
             for a, b in zip(x, values, strict=True)
@@ -108,17 +118,28 @@ def lines(
         ]
         color = COLORS[n % len(COLORS)]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-        body += f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>'
+        dash = ' stroke-dasharray="6 4"' if name in dashed else ""
+        body += f'<polyline fill="none" stroke="{color}" stroke-width="2"{dash} points="{path}"/>'
         if len(points) == 1:
             (a, b), *_ = points
             body += f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>'
     return _svg(title, body, list(series))
 
 
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Of at most 32 intervals; those of integers have equally many of them."""
+    low, high = float(values.min()), float(values.max())
+    if np.array_equal(values, np.floor(values)) and high - low < 2**53:
+        width = math.ceil((high - low + 1) / 32)
+        count = math.ceil((high - low + 1) / width)
+        return low - 0.5 + width * np.arange(count + 1)
+    return np.linspace(low, high if high > low else low + 1, 33)
+
+
 def histogram(
     title: str, values: np.ndarray, *, x_label: str, y_label: str, logarithmic: bool = False
 ) -> str:
-    """Bars over 32 intervals of ``values``; ``logarithmic``: of their powers of two."""
+    """Bars over at most 32 intervals of ``values``; ``logarithmic``: of their powers of two."""
     values = values[np.isfinite(values)]
     if len(values) == 0:
         return _svg(f"{title}: nothing to show", "")
@@ -126,11 +147,11 @@ def histogram(
         values = np.log2(np.maximum(values, 1))
         edges = np.arange(0, math.floor(values.max()) + 2).astype(float)
     else:
-        low, high = float(values.min()), float(values.max())
-        edges = np.linspace(low, high if high > low else low + 1, 33)
+        edges = _edges(values)
     counts, _ = np.histogram(values, edges)
     frame = _Frame((float(edges[0]), float(edges[-1])), (0.0, float(counts.max()) * 1.05))
-    places = {float(e): number(2.0**e) for e in edges[:-1]} if logarithmic else None
+    some = edges[:-1:2] if len(edges) > 9 else edges[:-1]  # as many as there is room for
+    places = {float(e): _power(int(e)) for e in some} if logarithmic else None
     body = frame.axes(x_label, y_label, places)
     for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
         x, top = frame.place_x(left), frame.place_y(float(count))
@@ -140,15 +161,17 @@ def histogram(
 
 
 def bars(title: str, values: Mapping[str, float], unit: str) -> str:
-    """Named horizontal bars, the longest first."""
+    """Named horizontal bars with their shares of the whole, the longest first."""
     ordered = sorted(values.items(), key=lambda one: -one[1])
     longest = max((value for _, value in ordered), default=0.0) or 1.0
+    whole = sum(values.values()) or 1.0
     step = min(26.0, (HEIGHT - TOP) / max(1, len(ordered)))
     body = ""
     for n, (name, value) in enumerate(ordered):
         y = TOP + n * step
-        width = max(1.0, value / longest * (WIDTH - 260))
+        width = max(1.0, value / longest * (WIDTH - 270))
         middle = y + step / 2 + 3
         body += _text(150, middle, name, "end") + _bar(156, y, width, step - 5)
-        body += _text(162 + width, middle, f"{value:.3g} {unit}")
+        share = f"{100 * value / whole:.0f} %"
+        body += _text(162 + width, middle, f"{value:.3g} {unit}, {share}")
     return _svg(title, body)

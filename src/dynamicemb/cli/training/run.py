@@ -37,7 +37,7 @@ class Run:
     """The models, the metrics, and the place in the stream.
 
     ``steps`` and ``examples`` count what was trained on; ``resumed_from`` is the step of the
-    checkpoint this process began with.
+    checkpoint this process began with, ``saved_step`` that of the last one.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Run:
         self.steps = self.examples = 0
         self.finished = False
         self.resumed_from: int | None = None
+        self.saved_step: int | None = None
         self._seconds_before = 0.0
         self._delta_step = -1
         if not self._continue():
@@ -135,7 +136,7 @@ class Run:
             path = self.checkpoints.write(
                 self.steps, self._dynamic_model, state, own, counter=self._counts_ids
             )
-        self._saved_at = time.monotonic()
+        self._saved_at, self.saved_step = time.monotonic(), self.steps
         if self.ranks.first:
             self.history.write(self.folder / "metrics.json")
         return path
@@ -157,7 +158,7 @@ class Run:
                 logger.warning("%s is left out: %s", path, error)
                 self.learners, self.tables = {}, {}  # a store has one table at a time
                 continue
-            self.resumed_from = self.steps
+            self.resumed_from = self.saved_step = self.steps
             return True
         return False
 

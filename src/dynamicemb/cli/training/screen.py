@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.2
 TABLE_COLUMNS = (
-    *("table", "rows", "load", "hit rate", "inserts", "evictions", "rejections", "memory", "disk"),
+    *("table", "rows", "load", "hit rate", "inserts", "evictions", "rejections", "memory", "store"),
 )
 
 
@@ -133,11 +133,21 @@ def picture(run: Run) -> RenderableType:
         f"{duration(run.seconds)} elapsed",
         "" if not done else f"{duration(_left(run))} left",
     )
-    parts: list[RenderableType] = [head, ProgressBar(total=1.0, completed=done or 0.0, width=72)]
-    if run.history.points:
-        point = run.history.points[-1]
-        parts += [Text(f"{point.speed:,.0f} examples/s"), _quality(run, point), _tables(point)]
-    parts.append(Text("Ctrl-C ends with a checkpoint", style="dim"))
+    points = run.history.points
+    progress = Grid.grid(padding=(0, 2))
+    progress.add_row(
+        ProgressBar(total=1.0, completed=done or 0.0, width=72),
+        "" if done is None else f"{100 * done:.0f} %",
+        f"{points[-1].speed:,.0f} examples/s" if points else "",
+    )
+    parts: list[RenderableType] = [head, progress]
+    if points:
+        count = min(run.options.window, points[-1].examples)
+        title = Text(f"predicted before trained on, last {count:,} examples", style="italic")
+        parts += [title, _quality(points[-1]), _tables(points[-1])]
+    saved = "" if run.saved_step is None else f"checkpoint of step {run.saved_step:,}; "
+    delta = "" if run.deltas.last is None else f"delta {run.deltas.last.sequence}; "
+    parts.append(Text(f"{saved}{delta}Ctrl-C ends with a checkpoint", style="dim"))
     return Group(*parts)
 
 
@@ -146,9 +156,8 @@ def _left(run: Run) -> float:
     return ((run.total or 0) - run.examples) / max(1.0, speed)
 
 
-def _quality(run: Run, point: Point) -> Grid:
-    count = min(run.options.window, point.examples)
-    grid = Grid(title=f"predicted before trained on, last {count:,} examples", title_justify="left")
+def _quality(point: Point) -> Grid:
+    grid = Grid()
     grid.add_column("model")
     for name in ("loss", "AUC", "NE"):
         grid.add_column(name, justify="right")

@@ -77,11 +77,11 @@ def by_frequency(run: Run) -> list[Group]:
         examples = np.concatenate([of for _, of in pieces])
         _, inverse, counts = np.unique(every, return_inverse=True, return_counts=True)
         np.minimum.at(rarest, examples, counts[inverse])
-    cuts = np.quantile(rarest, [1 / 3, 2 / 3])
+    low, high = np.floor(np.quantile(rarest, [1 / 3, 2 / 3])).astype(int)
     parts = (
-        (f"rarest id occurred at most {cuts[0]:.0f} times", rarest <= cuts[0]),
-        ("between", (rarest > cuts[0]) & (rarest <= cuts[1])),
-        (f"all ids occurred more than {cuts[1]:.0f} times", rarest > cuts[1]),
+        (f"rarest id occurred {_times(1, low)}", rarest <= low),
+        (f"rarest id occurred {_times(low + 1, high)}", (rarest > low) & (rarest <= high)),
+        (f"all ids occurred more than {_times(high, high)}", rarest > high),
     )
     return [
         Group(
@@ -92,3 +92,10 @@ def by_frequency(run: Run) -> list[Group]:
         for name, chosen in parts
         if chosen.any()
     ]
+
+
+def _times(first: int, last: int) -> str:
+    """A number of times, or a range of them."""
+    if first < last:
+        return f"{first:,} to {last:,} times"
+    return "once" if last == 1 else f"{last:,} times"
