@@ -262,15 +262,19 @@ class DynamicEmbeddingCollection(_DynamicCollection):
         self._need_indices = collection.need_indices()
 
     def embedding_configs(self) -> list[BaseEmbeddingConfig]:
+        """The configs of the tables, in their order."""
         return self.configs
 
     def embedding_dim(self) -> int:
+        """Columns of a row; all tables have the same."""
         return int(self.configs[0].embedding_dim)
 
     def embedding_names_by_table(self) -> list[list[str]]:
+        """The keys of the result that come from each table."""
         return list(self._names_of.values())
 
     def need_indices(self) -> bool:
+        """Whether results carry their ids."""
         return bool(self._need_indices)
 
     @staticmethod
@@ -292,6 +296,7 @@ class DynamicEmbeddingCollection(_DynamicCollection):
         return copy
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Rows of every feature's ids, by embedding name, as TorchRec's collection gives them."""
         self._check(features)
         result: dict[str, JaggedTensor] = {}
         if self.static is not None:
@@ -324,9 +329,11 @@ class DynamicEmbeddingBagCollection(_DynamicCollection):
         self._weighted = bool(collection.is_weighted())
 
     def embedding_bag_configs(self) -> list[BaseEmbeddingConfig]:
+        """The configs of the tables, in their order."""
         return self.configs
 
     def is_weighted(self) -> bool:
+        """Whether bags are weighted by the weights of the features."""
         return self._weighted
 
     @staticmethod
@@ -353,6 +360,7 @@ class DynamicEmbeddingBagCollection(_DynamicCollection):
         return copy
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Bags of every feature, by embedding name, as TorchRec's collection gives them."""
         self._check(features)
         found: dict[str, torch.Tensor] = {}
         if self.static is not None:

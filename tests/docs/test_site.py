@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -129,6 +130,27 @@ def test_the_api_has_every_public_name(site: Path, module: str) -> None:
     of_module = re.compile(rf"{re.escape(module)}\.(?:\w+\.)*(\w+)$")
     shown = {found[1] for anchor in anchors if (found := of_module.match(anchor))}
     assert set(importlib.import_module(module).__all__) - shown == set()
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_have_docstrings(module: str) -> None:
+    if module.rpartition(".")[2] in ("get_planner", "managed_collision", "planner", "shard", "tde"):
+        pytest.importorskip("torchrec")
+    found = importlib.import_module(module)
+    public = {name: getattr(found, name) for name in found.__all__}
+    bare = [name for name, one in public.items() if callable(one) and not inspect.getdoc(one)]
+    for name, one in public.items():
+        if inspect.isclass(one) and one.__module__.startswith("dynamicemb"):
+            bare += [
+                f"{name}.{member}"
+                for member, it in vars(one).items()
+                if not member.startswith("_")
+                and inspect.isfunction(it)
+                and not inspect.getdoc(it)
+                # of TorchRec's and torch's classes, which say what it is
+                and not any(hasattr(base, member) for base in one.__mro__[1:])
+            ]
+    assert bare == []
 
 
 def program(path: str) -> ModuleType:

@@ -36,22 +36,16 @@ def ones(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.init.constant_(tensor, 1.0)
 
 
-def features(*ids: int, device: torch.device = CPU) -> KeyedJaggedTensor:
+def features(*ids: int) -> KeyedJaggedTensor:
     """Each id is a bag of its own, of features a and b."""
     return KeyedJaggedTensor(
         keys=["a", "b"],
-        values=torch.tensor([*ids, *ids], dtype=torch.int64, device=device),
-        lengths=torch.ones(2 * len(ids), dtype=torch.int64, device=device),
+        values=torch.tensor([*ids, *ids], dtype=torch.int64),
+        lengths=torch.ones(2 * len(ids), dtype=torch.int64),
     )
 
 
-def sharded(
-    bags: bool,
-    zch_size: int,
-    world_size: int,
-    policy: Any = None,
-    device: torch.device = CPU,
-) -> Any:
+def sharded(bags: bool, zch_size: int, world_size: int, policy: Any = None) -> Any:
     kind: Any = EmbeddingBagConfig if bags else EmbeddingConfig
     configs = [
         kind(
@@ -82,10 +76,10 @@ def sharded(
         )
         sharder = ManagedCollisionEmbeddingCollectionSharder(fused_params=_fbgemm(fused))
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device=device.type)
+        topology=Topology(world_size=world_size, compute_device="cpu")
     )
     plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
-    return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
 
 
 def _fbgemm(fused: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +90,7 @@ def _fbgemm(fused: dict[str, Any]) -> dict[str, Any]:
 
 def rows(model: Any, *ids: int) -> tuple[torch.Tensor, list[int]]:
     """The rows of feature a, and the slots of both features."""
-    out, remapped = model(features(*ids, device=model.device))
+    out, remapped = model(features(*ids))
     out, remapped = out.wait() if hasattr(out, "wait") else out, remapped
     remapped = remapped.wait() if hasattr(remapped, "wait") else remapped
     first = out["a"]
@@ -109,11 +103,9 @@ def step(model: Any, *ids: int) -> torch.Tensor:
     return out.detach().clone()
 
 
-def train(
-    rank: int, world_size: int, *, bags: bool, zch_size: int, device: torch.device = CPU
-) -> Any:
+def train(rank: int, world_size: int, *, bags: bool, zch_size: int) -> Any:
     torch.manual_seed(0)
-    model = sharded(bags, zch_size, world_size, device=device)
+    model = sharded(bags, zch_size, world_size)
     model.train()
     share = zch_size // world_size
     own = [rank + world_size * i for i in range(share - 1)]  # fit on every rank

@@ -109,6 +109,7 @@ class PublishedTable(nn.Module):
         return found[places], embeddings[places]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of ``ids`` (int64, any shape): ``[*ids.shape, dim]``; unknown ids read 0.0."""
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64:
             raise wrong_type("ids", getattr(ids, "dtype", ids), "a tensor of int64")
         _, embeddings = self.find(ids.reshape(-1).cpu())

@@ -102,6 +102,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
 
     @property
     def table_names(self) -> list[str]:
+        """The names of the tables, in their order."""
         return [table.name for table in self.tables]
 
     @property

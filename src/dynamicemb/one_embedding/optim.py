@@ -216,6 +216,7 @@ class Optimizer:
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the wrapped optimizer; rows forget their gradients with it."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def __getattr__(self, name: str) -> Any:

@@ -95,11 +95,13 @@ class Table(ScoredTable, CheckedArguments):
 
     @property
     def dim(self) -> int:
+        """Numbers of an embedding."""
         assert self.options.dim is not None
         return self.options.dim
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the embeddings: float32, float16 or bfloat16."""
         return self.options.embedding_dtype or torch.float32
 
     @property
@@ -109,15 +111,18 @@ class Table(ScoredTable, CheckedArguments):
 
     @property
     def state_dim(self) -> int:
+        """Numbers of a row's optimizer state, float32 each."""
         return self._optimizer.state_dim(self.dim)
 
     @property
     def score_words(self) -> int:
+        """Words of a score: 2 for the pair (TIMESTAMP, LFU), else 1."""
         return 2 if isinstance(self.options.score_strategy, tuple) else 1
 
     @property
     @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where the rows are, and ids and results."""
 
     @property
     @abstractmethod
@@ -138,6 +143,7 @@ class Table(ScoredTable, CheckedArguments):
 
     @property
     def load_factor(self) -> float:
+        """Rows stored, as a share of the slots there are now."""
         return self.size() / self.capacity
 
     # ---- reading ----
@@ -231,7 +237,8 @@ class Table(ScoredTable, CheckedArguments):
         return distinct[~self.contains(distinct)]
 
     @abstractmethod
-    def stats(self) -> TableStats: ...
+    def stats(self) -> TableStats:
+        """What went on since the table was made or ``reset_stats``, and its size now."""
 
     @abstractmethod
     def reset_stats(self) -> None:

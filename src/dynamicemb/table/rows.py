@@ -114,6 +114,7 @@ class Pooling:
 
     @property
     def pooled(self) -> bool:
+        """Whether rows are added up to bags."""
         return self.mode is not DynamicEmbPoolingMode.NONE
 
 

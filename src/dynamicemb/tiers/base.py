@@ -172,6 +172,7 @@ class Store(ABC):
         self.layout = RowLayout.of(options, optimizer)
 
     def stats(self) -> StoreStats:
+        """Rows and bytes; ``details`` are of the kind of store."""
         return StoreStats(rows=self.size())
 
     def close(self) -> None:

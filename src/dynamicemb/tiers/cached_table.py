@@ -172,6 +172,7 @@ class CachedTable(Table):
             return self.store.size() + self._only_cached
 
     def stats(self) -> TableStats:
+        """Of the table as a whole, the store included."""
         with self.lock:
             of_cache = self.cache.stats()
             below = self.store.stats()
@@ -188,6 +189,7 @@ class CachedTable(Table):
             )
 
     def cache_stats(self) -> CacheStats:
+        """Of the cache alone: what was in memory when a batch asked for it."""
         with self.lock:
             stats = self.cache.stats()
             looked_up = stats.hits + stats.misses
@@ -717,6 +719,7 @@ class CachedTable(Table):
             self._ahead.append(ahead)
 
     def end_read_ahead(self, ahead: ReadAhead) -> None:
+        """``ahead`` was used, or nobody will: it need not be told of changes any longer."""
         with self.lock:
             self._ahead.remove(ahead)
 
