@@ -36,16 +36,22 @@ def ones(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.init.constant_(tensor, 1.0)
 
 
-def features(*ids: int) -> KeyedJaggedTensor:
+def features(*ids: int, device: torch.device = CPU) -> KeyedJaggedTensor:
     """Each id is a bag of its own, of features a and b."""
     return KeyedJaggedTensor(
         keys=["a", "b"],
-        values=torch.tensor([*ids, *ids], dtype=torch.int64),
-        lengths=torch.ones(2 * len(ids), dtype=torch.int64),
+        values=torch.tensor([*ids, *ids], dtype=torch.int64, device=device),
+        lengths=torch.ones(2 * len(ids), dtype=torch.int64, device=device),
     )
 
 
-def sharded(bags: bool, zch_size: int, world_size: int, policy: Any = None) -> Any:
+def sharded(
+    bags: bool,
+    zch_size: int,
+    world_size: int,
+    policy: Any = None,
+    device: torch.device = CPU,
+) -> Any:
     kind: Any = EmbeddingBagConfig if bags else EmbeddingConfig
     configs = [
         kind(
@@ -76,10 +82,10 @@ def sharded(bags: bool, zch_size: int, world_size: int, policy: Any = None) -> A
         )
         sharder = ManagedCollisionEmbeddingCollectionSharder(fused_params=_fbgemm(fused))
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device="cpu")
+        topology=Topology(world_size=world_size, compute_device=device.type)
     )
     plan = planner.collective_plan(model, [sharder], torch.distributed.group.WORLD)
-    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
 
 
 def _fbgemm(fused: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +96,7 @@ def _fbgemm(fused: dict[str, Any]) -> dict[str, Any]:
 
 def rows(model: Any, *ids: int) -> tuple[torch.Tensor, list[int]]:
     """The rows of feature a, and the slots of both features."""
-    out, remapped = model(features(*ids))
+    out, remapped = model(features(*ids, device=model.device))
     out, remapped = out.wait() if hasattr(out, "wait") else out, remapped
     remapped = remapped.wait() if hasattr(remapped, "wait") else remapped
     first = out["a"]
@@ -103,9 +109,11 @@ def step(model: Any, *ids: int) -> torch.Tensor:
     return out.detach().clone()
 
 
-def train(rank: int, world_size: int, *, bags: bool, zch_size: int) -> Any:
+def train(
+    rank: int, world_size: int, *, bags: bool, zch_size: int, device: torch.device = CPU
+) -> Any:
     torch.manual_seed(0)
-    model = sharded(bags, zch_size, world_size)
+    model = sharded(bags, zch_size, world_size, device=device)
     model.train()
     share = zch_size // world_size
     own = [rank + world_size * i for i in range(share - 1)]  # fit on every rank

@@ -29,37 +29,41 @@ from dynamicemb.managed_collision.rows import fresh_rows
 
 
 class _ResetsRows:
-    """``_evict`` with torch alone: fbgemm's kernel for it exists on GPUs only."""
+    """``_evict`` with torch alone: fbgemm's kernel for it exists on GPUs only, and makes zeros of
+    weights whatever the table's ``init_fn``."""
 
     _table_to_tbe_and_index: dict[str, tuple[Any, torch.Tensor]]
     _embedding_module: Any
-    _device: torch.device
 
     @torch.no_grad()
     def _evict(self, evictions_per_table: dict[str, torch.Tensor | None]) -> None:
-        if self._device.type != "cpu":
-            super()._evict(evictions_per_table)  # type: ignore[misc]
-            return
+        cached = {}
         for table, slots in evictions_per_table.items():
             if slots is None or len(slots) == 0:
                 continue
             tbe, place = self._table_to_tbe_and_index[table]
+            if getattr(tbe, "lxu_cache_weights", torch.empty(0)).numel():
+                cached[table] = slots  # rows are in two places: fbgemm knows where
+                continue
             at = int(place.item())
             weight = tbe.split_embedding_weights()[at].data
+            slots = slots.to(weight.device)
             config = self._embedding_module._table_name_to_config[table]
             weight[slots] = fresh_rows(config, len(slots), weight)
             states = tbe.split_optimizer_states()
             for state in states[at] if at < len(states) else ():
                 if state.dim() and len(state) == len(weight):
                     state.data[slots] = 0
+        if cached:
+            super()._evict(cached)  # type: ignore[misc]
 
 
 class ShardedManagedCollisionEmbeddingCollection(_ResetsRows, TorchRecShardedCollection):  # type: ignore[misc]
-    """TorchRec's; rows of evicted ids are re-initialised on the CPU too."""
+    """TorchRec's; rows of evicted ids are re-initialised by ``init_fn``, on the CPU too."""
 
 
 class ShardedManagedCollisionEmbeddingBagCollection(_ResetsRows, TorchRecShardedBagCollection):  # type: ignore[misc]
-    """TorchRec's; rows of evicted ids are re-initialised on the CPU too."""
+    """TorchRec's; rows of evicted ids are re-initialised by ``init_fn``, on the CPU too."""
 
 
 class _OnAnyDevice:
