@@ -11,7 +11,8 @@ $pip download -q --no-deps -d "$downloads" --python-version 3.12 --only-binary :
   --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any \
   fbgemm-gpu-cpu==1.6.0 tensordict==0.11.0 pyre-extensions==0.0.32 typing-inspect==0.9.0 \
   mypy-extensions==1.2.0 pyvers==0.2.3 orjson==3.13.0 portalocker==4.4.2 redis==8.1.0 tqdm==4.70.1 \
-  pytest==9.2.0 pluggy iniconfig packaging pygments hypothesis==6.170.15 sortedcontainers nanobind==3.1.0 cloudpickle
+  pytest==9.2.0 pluggy iniconfig packaging pygments hypothesis==6.170.15 sortedcontainers nanobind==3.1.0 cloudpickle \
+  rich==15.0.0 markdown-it-py mdurl pyyaml==6.0.3
 # torchrec's wheel names Python 3.11 in its tag and is plain Python; iopath has no wheel
 $pip download -q --no-deps -d "$downloads" --only-binary :all: torchrec==1.6.1
 $pip download -q --no-deps --no-binary :all: -d "$downloads" iopath==0.1.10
