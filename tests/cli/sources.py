@@ -13,12 +13,12 @@ from dynamicemb.options import DynamicEmbScoreStrategy
 from dynamicemb.table import Progress, Rows
 
 
-def source_of(rows: Rows, **changes: Any) -> TableSource:
+def source_of(content: Rows, **changes: Any) -> TableSource:
     """The table ``model/t`` with these rows."""
     source = TableSource(
         collection="model",
         name="t",
-        dim=rows.embeddings.shape[1],
+        dim=content.embeddings.shape[1],
         dtype=torch.float32,
         value_dtype=torch.float32,
         strategy=DynamicEmbScoreStrategy.STEP,
@@ -30,7 +30,7 @@ def source_of(rows: Rows, **changes: Any) -> TableSource:
         progress=Progress(1, None, 0, 0, 0, 0),
         options={},
         opt_args={},
-        rows=len(rows),
-        batches=lambda: [rows],
+        rows=len(content),
+        batches=lambda: [content],
     )
     return replace(source, **changes)

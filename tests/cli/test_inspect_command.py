@@ -238,6 +238,59 @@ def test_upstreams_single_files(capsys: Capture, tmp_path: Path) -> None:
     assert row["state"] == rows[1, 4:].tolist()
 
 
+def test_upstreams_files_whose_ids_are_relative_to_blocks(capsys: Capture, tmp_path: Path) -> None:
+    """ "continuous" over 2 ranks with blocks of 10: id 13 is 3 of rank 1, id 21 is 10 of rank 1."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for rank, ids in enumerate(([3, 9], [3, 10])):
+        end = f".rank_{rank}.world_size_2"
+        np.array(ids, "<i8").tofile(folder / f"t_emb_keys{end}")
+        np.full((2, 4), rank, "<f4").tofile(folder / f"t_emb_values{end}")
+    about = {"opt_type": "sgd", "lr": 0.1, "dist_type": "continuous"}
+    (folder / "t_opt_args.json").write_text(json.dumps(about))
+    assert "without its block of ids; num_embeddings (--num-embeddings)" in refused(
+        capsys, "inspect", tmp_path
+    )
+    found = json_of(
+        capsys,
+        *("inspect", tmp_path, "--num-embeddings", "20", "--id", "13", "--id", "21", "--id", "9"),
+    )["rows"]
+    assert [one["found"] for one in found] == [True] * 3
+    assert [one["embedding"][0] for one in found] == [1.0, 1.0, 0.0]
+
+
+def test_tables_of_oneflow(capsys: Capture, tmp_path: Path) -> None:
+    for rank, keys in enumerate(([1, 2**32 - 1], [7])):
+        folder = tmp_path / f"{rank}-2"
+        for name in ("keys", "values", "snapshots/a"):
+            (folder / name).mkdir(parents=True)
+        for name, number in (
+            ("KEY_SIZE", 4),
+            ("VALUE_SIZE", 16),
+            ("PHYSICAL_BLOCK_SIZE", 512),
+            ("NUM_LOGICAL_BLOCKS_PER_CHUNK", 8),
+        ):
+            (folder / name).write_text(f"{number}\n")
+        np.array([*keys, *[0] * (32 - len(keys))], "<u4").tofile(folder / "keys/key-000000000000")
+        np.arange(128, dtype="<f4").tofile(folder / "values/value-000000000000")
+        (folder / "snapshots/a/LIST").write_text("index-000000000000\n")
+        np.arange(len(keys), dtype="<u8").tofile(folder / "snapshots/a/index-000000000000")
+    facts = json_of(capsys, "inspect", tmp_path)
+    (table,) = facts["tables"]
+    assert (facts["layout"], facts["snapshot"]) == ("oneembedding", "a")
+    assert (table["rows_of_ranks"], table["dim"], table["highest_id"]) == ([2, 1], 4, 2**32 - 1)
+    assert any("--dim says otherwise" in note for note in facts["notes"])
+    signed = json_of(capsys, "inspect", tmp_path, "--key-type", "int32", "--dim", "2")["tables"][0]
+    assert (signed["lowest_id"], signed["dim"], signed["state_dim"]) == (-1, 2, 0)
+    (row,) = json_of(capsys, "inspect", tmp_path, "--key-type", "int32", "--id=-1")["rows"]
+    assert row["embedding"] == [4.0, 5.0, 6.0, 7.0]
+    one = json_of(capsys, "inspect", tmp_path / "1-2")
+    assert one["tables"][0]["rows"] == 1
+    index = tmp_path / "1-2" / "snapshots" / "a" / "index-000000000000"
+    np.array([999], "<u8").tofile(index)
+    assert "names row 999" in said(capsys, "verify", tmp_path, status=1)
+
+
 def test_one_embeddings_folders(capsys: Capture, tmp_path: Path) -> None:
     options = one_embedding.make_device_mem_store_options(str(tmp_path), 1000, size_factor=3)
     embedding = one_embedding.MultiTableEmbedding(

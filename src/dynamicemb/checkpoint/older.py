@@ -17,6 +17,7 @@ from dynamicemb.checkpoint.legacy import Expected, LegacyReader, open_expected, 
 from dynamicemb.checkpoint.names import opt_args_name, unescape
 from dynamicemb.checkpoint.opt_args import optimizer_from_json
 from dynamicemb.checkpoint.target import naming
+from dynamicemb.errors import UsageError
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import DynamicEmbScoreStrategy, ScoreStrategy
 from dynamicemb.routing import Routing
@@ -54,7 +55,8 @@ def find_older(
     ``None`` if there are none.
 
     strategy: of the scores, where the files do not say it (STEP, CUSTOMIZED and NO_EVICTION look
-        the same). num_embeddings: of "continuous" tables, whose ids are relative to blocks.
+        the same). num_embeddings: of "continuous" tables, whose ids are relative to blocks; a
+        ``UsageError`` if it is needed and missing.
     """
     found = Older(path, [])
     looked_for = _Looked(found, strategy, num_embeddings)
@@ -117,7 +119,7 @@ class _Looked:
                 strategy=self._strategy_of(content, lengths["scores"] // rows // 8, label),
                 optimizer=optimizer,
                 progress=Progress(1, None, 0, 0, 0, 0),
-                routing=self._routing(content, max(world_size, 1)),
+                routing=self._routing(content, max(world_size, 1), label),
             )
         )
 
@@ -133,9 +135,14 @@ class _Looked:
             )
         return _BY_EVICTION.get(str(said), DynamicEmbScoreStrategy.STEP)
 
-    def _routing(self, content: dict[str, Any], world_size: int) -> Routing | None:
-        if content.get("dist_type") != "continuous" or self._num_embeddings is None:
+    def _routing(self, content: dict[str, Any], world_size: int, label: str) -> Routing | None:
+        if content.get("dist_type") != "continuous" or world_size == 1:
             return None
+        if self._num_embeddings is None:
+            raise UsageError(
+                f"{label} was written with dist_type 'continuous' on {world_size} ranks, without "
+                "its block of ids; num_embeddings (--num-embeddings) says it"
+            )
         return Routing.of_table("continuous", self._num_embeddings, world_size, 0)
 
 

@@ -163,8 +163,7 @@ def _warnings(content: Content, layout: str, wanted: Wanted) -> list[str]:
 
 def _convert(content: Content, target: Path, layout: str, wanted: Wanted, names: Names) -> int:
     total = passes(content, layout, wanted) * sum(
-        table.rows * chosen(table, wanted).row_bytes(values=True, state=True, scores=True)
-        for table in content.tables
+        table.rows * chosen(table, wanted).row_bytes() for table in content.tables
     )
     with ProgressBar("convert", total) as bar, staged(target) as fresh:
         return write(fresh, content, layout, wanted, names, bar.add)

@@ -177,11 +177,16 @@ def _print(
             output.line(f"   note: {note}")
     if compared:
         output.line()
-        header = ("table", "rows A", "rows B", "only A", "only B", "equal", "changed", "scores")
         output.table(
-            (*header, "max |A-B|", "mean", "state max", "mean"),
-            [_row(one) for one in compared],
-            numbers=range(1, 12),
+            ("table", "rows A", "rows B", "only A", "only B", "equal", "changed", "scores"),
+            [_counts(one) for one in compared],
+            numbers=range(1, 8),
+        )
+        output.line()
+        output.table(
+            ("|A - B|", "embeddings: max", "mean", "state: max", "mean"),
+            [_distances(one) for one in compared],
+            numbers=range(1, 5),
         )
     for one in compared:
         for difference in one.differs:
@@ -196,18 +201,18 @@ def _print(
     output.line("\nequal" if same else "\ndifferent")
 
 
-def _row(one: Comparison) -> tuple[str, ...]:
+def _counts(one: Comparison) -> tuple[str, ...]:
     counts = (one.rows_a, one.rows_b, one.only_a, one.only_b, one.equal, one.changed)
-    far = [
-        text
+    return (one.label, *(f"{count:,}" for count in (*counts, one.scores_changed)))
+
+
+def _distances(one: Comparison) -> tuple[str, ...]:
+    shown = [
+        f"{value:.3g}" if distance.numbers else "-"
         for distance in (one.embeddings, one.state)
-        for text in (_number(distance, distance.largest), _number(distance, distance.mean))
+        for value in (distance.largest, distance.mean)
     ]
-    return (one.label, *(f"{count:,}" for count in counts), f"{one.scores_changed:,}", *far)
-
-
-def _number(distance: Distance, value: float) -> str:
-    return f"{value:.3g}" if distance.numbers else "-"
+    return (one.label, *shown)
 
 
 def _print_ids(output: Output, compared: Sequence[Comparison]) -> None:

@@ -13,7 +13,7 @@ import torch
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.scores import strategy_names
 from dynamicemb.cli.arguments import Parser, add_options, build_options, option
-from dynamicemb.cli.contents.base import Batch, Content, Damage, TableInfo
+from dynamicemb.cli.contents.base import Batch, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.find import ReadOptions, open_content
 from dynamicemb.cli.contents.statistics import Statistics, age_text, unsigned
 from dynamicemb.cli.output import Output, bar, bytes_text
@@ -172,20 +172,18 @@ def _inspect(content: Content, options: InspectOptions) -> list[_Inspected]:
     if options.quick:
         return [_Inspected(table, None, []) for table in content.tables]
     full = options.verify
+    columns = Columns(values=full, state=full)
     total = sum(
-        table.bytes
-        if full
-        else table.rows * table.row_bytes(values=False, state=False, scores=True)
-        for table in content.tables
+        table.bytes if full else table.rows * table.row_bytes(columns) for table in content.tables
     )
     inspected = []
     with ProgressBar("inspect", total) as progress:
         for table in content.tables:
             statistics = Statistics(table, options.top)
             one = _Inspected(table, statistics, [])
-            row_bytes = table.row_bytes(values=full, state=full, scores=True)
+            row_bytes = table.row_bytes(columns)
             try:
-                for batch in content.batches(table, values=full, state=full):
+                for batch in content.batches(table, None, columns):
                     statistics.add(batch)
                     progress.add(row_bytes * len(batch))
             except DynamicEmbError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Literal, TextIO
 
 
 class Output:
@@ -40,13 +40,15 @@ class Output:
         """Rows in columns; those in ``numbers`` are aligned to the right."""
         if self._console is not None:
             from rich.table import Table
+            from rich.text import Text
 
             table = Table(box=None, pad_edge=False, header_style="dim")
             for place, name in enumerate(header):
-                table.add_column(name, justify="right" if place in numbers else "left")
+                side: Literal["left", "right"] = "right" if place in numbers else "left"
+                table.add_column(Text(name), justify=side, overflow="fold")
             for row in rows:
-                table.add_row(*row)
-            self._console.print(table, markup=False)
+                table.add_row(*map(Text, row))  # names are no markup
+            self._console.print(table)
             return
         widths = [max(len(one[place]) for one in (header, *rows)) for place in range(len(header))]
         for row in (header, *rows):

@@ -24,7 +24,7 @@ from dynamicemb.cli.contents.find import (
 )
 from dynamicemb.cli.contents.partition import default_memory
 from dynamicemb.cli.output import Output, bytes_text
-from dynamicemb.errors import DynamicEmbError
+from dynamicemb.errors import DynamicEmbError, UsageError
 
 DAMAGED = 1
 
@@ -108,7 +108,7 @@ def _verify_one(path: str, options: VerifyOptions) -> Verified:
     done = Verified(path)
     try:
         content = open_content(path, options)
-    except NothingToReadError:
+    except (NothingToReadError, UsageError):
         raise
     except DynamicEmbError as error:
         done.damages.append(Damage(str(error)))

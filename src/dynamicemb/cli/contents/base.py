@@ -22,6 +22,19 @@ NO_PROGRESS = Progress(
 
 
 @dataclass(frozen=True)
+class Columns:
+    """What of rows is read beside their ids, as far as it is there."""
+
+    values: bool = True
+    state: bool = True
+    scores: bool = True
+
+
+EVERYTHING = Columns()
+IDS = Columns(values=False, state=False, scores=False)
+
+
+@dataclass(frozen=True)
 class Part:
     """Rows of a table that lie together, such as a rank's. ``rows``: in its files; ``clock``: the
     table's reading when they were written, where scores are of a clock; ``counted``: ids of its
@@ -94,11 +107,11 @@ class TableInfo:
             return []
         return sorted(strategy_names(self.strategy), reverse=True)
 
-    def row_bytes(self, *, values: bool, state: bool, scores: bool) -> int:
+    def row_bytes(self, columns: Columns = EVERYTHING) -> int:
         """Bytes that are read for a row."""
-        size = 8 + (self.dim * self.value_dtype.itemsize if values else 0)
-        size += 4 * self.state_dim if state else 0
-        return size + (8 * len(self.score_names) if scores else 0)
+        size = 8 + (self.dim * self.value_dtype.itemsize if columns.values else 0)
+        size += 4 * self.state_dim if columns.state else 0
+        return size + (8 * len(self.score_names) if columns.scores else 0)
 
 
 @dataclass
@@ -150,13 +163,7 @@ class Content(ABC):
 
     @abstractmethod
     def batches(
-        self,
-        table: TableInfo,
-        part: int | None = None,
-        *,
-        values: bool = True,
-        state: bool = True,
-        scores: bool = True,
+        self, table: TableInfo, part: int | None = None, columns: Columns = EVERYTHING
     ) -> Iterator[Batch]:
         """The rows of a table, or of one of its parts (by its place in ``parts``), each id once, a
         bounded number at a time. Damage that is noticed is a ``DynamicEmbError``."""

@@ -17,7 +17,17 @@ from dynamicemb.checkpoint.names import opt_args_name
 from dynamicemb.checkpoint.older import Older
 from dynamicemb.checkpoint.reader import CheckpointReader, StoredRows
 from dynamicemb.checkpoint.scores import from_file
-from dynamicemb.cli.contents.base import Batch, Content, Damage, Part, TableInfo, joined
+from dynamicemb.cli.contents.base import (
+    EVERYTHING,
+    IDS,
+    Batch,
+    Columns,
+    Content,
+    Damage,
+    Part,
+    TableInfo,
+    joined,
+)
 from dynamicemb.errors import CheckpointError
 
 #: Roles that :meth:`CheckpointContent.batches` reads.
@@ -103,25 +113,24 @@ class CheckpointContent(Content):
             return os.fstat(file.fileno()).st_mtime_ns
 
     def batches(
-        self,
-        table: TableInfo,
-        part: int | None = None,
-        *,
-        values: bool = True,
-        state: bool = True,
-        scores: bool = True,
+        self, table: TableInfo, part: int | None = None, columns: Columns = EVERYTHING
     ) -> Iterator[Batch]:
         entry, shards = self._entries[table.key]
         for place, shard in enumerate(shards):
             if part is not None and place != part:
                 continue
             for stored in self.reader.rows(
-                table.collection, entry, shard, values=values, state=state, scores=scores
+                table.collection,
+                entry,
+                shard,
+                values=columns.values,
+                state=columns.state,
+                scores=columns.scores,
             ):
-                yield self._batch(table, place, stored, values=values, state=state)
+                yield self._batch(table, place, stored, columns)
 
     def _batch(
-        self, table: TableInfo, place: int, stored: StoredRows, *, values: bool, state: bool
+        self, table: TableInfo, place: int, stored: StoredRows, columns: Columns = EVERYTHING
     ) -> Batch:
         words = stored.scores
         if words is not None:
@@ -130,8 +139,8 @@ class CheckpointContent(Content):
             words = from_file(words, table.strategy, clock, clock or 0)
         return Batch(
             stored.ids,
-            stored.embeddings if values else None,
-            stored.state if state and table.state_dim else None,
+            stored.embeddings if columns.values else None,
+            stored.state if columns.state and table.state_dim else None,
             words,
         )
 
@@ -182,7 +191,7 @@ class CheckpointContent(Content):
             ):
                 for row in torch.isin(stored.ids, ids).nonzero().squeeze(1).tolist():
                     one = self.reader.row(table.collection, entry, shard, begin + row)
-                    found.append(self._batch(table, place, one, values=True, state=True))
+                    found.append(self._batch(table, place, one))
                 begin += len(stored)
         return joined(found, table)
 
@@ -270,20 +279,14 @@ class ChainContent(Content):
         )
 
     def batches(
-        self,
-        table: TableInfo,
-        part: int | None = None,
-        *,
-        values: bool = True,
-        state: bool = True,
-        scores: bool = True,
+        self, table: TableInfo, part: int | None = None, columns: Columns = EVERYTHING
     ) -> Iterator[Batch]:
         later = self._ids_after(table)
         for number, content in enumerate(self.contents):
             here = _same(content, table)
             if here is None:
                 continue
-            for batch in content.batches(here, values=values, state=state, scores=scores):
+            for batch in content.batches(here, None, columns):
                 if number + 1 < len(self.contents):
                     batch = batch.some(~_contains(later[number], batch.ids))
                 if len(batch):
@@ -299,17 +302,13 @@ class ChainContent(Content):
                 some = [known[0]]
                 if here is not None:
                     some.append(content.removed(here))
-                    some += [
-                        batch.ids
-                        for batch in content.batches(here, values=False, state=False, scores=False)
-                    ]
+                    some += [batch.ids for batch in content.batches(here, None, IDS)]
                 known.insert(0, torch.unique(torch.cat(some)))
             self._later[table.key] = known
         return known
 
     def count(self, table: TableInfo) -> int:
-        batches = self.batches(table, values=False, state=False, scores=False)
-        return sum(len(batch) for batch in batches)
+        return sum(len(batch) for batch in self.batches(table, None, IDS))
 
     def counter(self, table: TableInfo) -> tuple[torch.Tensor, torch.Tensor] | None:
         last = _same(self.contents[-1], table)

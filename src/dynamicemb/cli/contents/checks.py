@@ -11,7 +11,7 @@ from dynamicemb import _engine
 from dynamicemb.checkpoint.index import BUCKETS, INDEX
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME, STAGING_PREFIX
 from dynamicemb.checkpoint.mapped import Layer
-from dynamicemb.cli.contents.base import Content, Damage, TableInfo
+from dynamicemb.cli.contents.base import IDS, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.checkpoints import CheckpointContent
 from dynamicemb.cli.contents.partition import ids_of, shares
 from dynamicemb.errors import DynamicEmbError
@@ -63,7 +63,7 @@ def _check_owners(content: Content, table: TableInfo) -> Iterator[Damage]:
     for place, part in enumerate(table.parts):
         wrong = 0
         first = None
-        for batch in content.batches(table, place, values=False, state=False, scores=False):
+        for batch in content.batches(table, place, IDS):
             strange = batch.ids[table.routing.owner(batch.ids) != part.rank]
             wrong += len(strange)
             if first is None and len(strange):
@@ -91,7 +91,7 @@ def _check_removed(content: CheckpointContent, table: TableInfo) -> Iterator[Dam
     removed = content.removed(table)
     if not len(removed):
         return
-    for batch in content.batches(table, values=False, state=False, scores=False):
+    for batch in content.batches(table, None, IDS):
         both = batch.ids[torch.isin(batch.ids, removed)]
         if len(both):
             yield Damage(f"id {int(both[0])} has a row and is removed", table=table.label)
@@ -109,7 +109,7 @@ def _check_index(content: CheckpointContent, table: TableInfo) -> Iterator[Damag
     mapped = _engine.MappedTable(row_bytes=width, layers=[layer.mapped])
     missing = torch.zeros(entry.dim, dtype=entry.value_dtype)
     wrong = 0
-    for batch in content.batches(table, state=False, scores=False):
+    for batch in content.batches(table, None, Columns(state=False, scores=False)):
         assert batch.embeddings is not None
         found = torch.empty(len(batch), dtype=torch.bool)
         rows = torch.empty_like(batch.embeddings)

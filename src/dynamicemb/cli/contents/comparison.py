@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dynamicemb.cli.contents.base import Batch, Content, TableInfo, joined
+from dynamicemb.cli.contents.base import Batch, Columns, Content, TableInfo, joined
 from dynamicemb.cli.contents.partition import Share, shares
 from dynamicemb.cli.contents.statistics import Highest
 from dynamicemb.errors import CorruptCheckpointError
@@ -89,10 +89,11 @@ class Compared:
         here, there = a[1], b[1]
         label = here.label if here.label == there.label else f"{here.label} = {there.label}"
         self.result = Comparison(label)
-        self._values = here.dim == there.dim
-        self._state = what.state and 0 < here.state_dim == there.state_dim
-        self._scores = what.scores and bool(here.score_names)
-        self._scores = self._scores and here.score_names == there.score_names
+        self._columns = Columns(
+            values=here.dim == there.dim,
+            state=what.state and 0 < here.state_dim == there.state_dim,
+            scores=what.scores and here.score_names == there.score_names,
+        )
         self._few = [_Lowest(ids), _Lowest(ids)]
         self._most = Highest(ids)
         self._compare_tables(what)
@@ -127,13 +128,11 @@ class Compared:
 
     def _row_bytes(self) -> int:
         """Of a row in memory: once as it is read, once in order, and some bookkeeping."""
-        return 2 * self._a[1].row_bytes(values=True, state=self._state, scores=True) + 32
+        return 2 * self._a[1].row_bytes(self._columns) + 32
 
     def _batches(self, side: tuple[Content, TableInfo], advance: Advance) -> Iterator[Batch]:
         content, table = side
-        for batch in content.batches(
-            table, values=self._values, state=self._state, scores=self._scores
-        ):
+        for batch in content.batches(table, None, self._columns):
             advance(len(batch))
             yield batch
 

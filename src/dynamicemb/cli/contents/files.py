@@ -11,7 +11,7 @@ import torch
 
 from dynamicemb.checkpoint.exchange import NAMES, SUFFIXES, read_meta
 from dynamicemb.checkpoint.exchange_formats import FORMATS, Array, Reader
-from dynamicemb.cli.contents.base import Batch, Content, Damage, TableInfo
+from dynamicemb.cli.contents.base import EVERYTHING, Batch, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.meta import Described
 from dynamicemb.errors import DynamicEmbError, InvalidArgumentError
 
@@ -109,20 +109,14 @@ class FileContent(Content):
         return array.shape[1]
 
     def batches(
-        self,
-        table: TableInfo,
-        part: int | None = None,
-        *,
-        values: bool = True,
-        state: bool = True,
-        scores: bool = True,
+        self, table: TableInfo, part: int | None = None, columns: Columns = EVERYTHING
     ) -> Iterator[Batch]:
         _, reader = self._readers[table.key]
         wanted = ["ids"]
-        wanted += ["embeddings"] if values else []
-        wanted += ["state"] if state and table.state_dim else []
-        wanted += ["scores"] if scores and table.strategy is not None else []
-        size = max(1, _BATCH_BYTES // table.row_bytes(values=values, state=state, scores=scores))
+        wanted += ["embeddings"] if columns.values else []
+        wanted += ["state"] if columns.state and table.state_dim else []
+        wanted += ["scores"] if columns.scores and table.strategy is not None else []
+        size = max(1, _BATCH_BYTES // table.row_bytes(columns))
         for found in reader.batches([self._called[name] for name in wanted], size):
             some = {name: found[self._called[name]] for name in wanted}
             rows = some.get("embeddings")
@@ -140,7 +134,7 @@ class FileContent(Content):
         file, _ = self._readers[table.key]
         try:
             for batch in self.batches(table):
-                yield len(batch) * table.row_bytes(values=True, state=True, scores=True)
+                yield len(batch) * table.row_bytes()
         except DynamicEmbError as error:
             yield Damage(str(error), str(file), table.label)
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from dynamicemb.cli.contents.base import NO_PROGRESS, Batch, Content, Damage, Part, TableInfo
+from dynamicemb.cli.contents.base import (
+    EVERYTHING,
+    NO_PROGRESS,
+    Batch,
+    Columns,
+    Content,
+    Damage,
+    Part,
+    TableInfo,
+)
 from dynamicemb.cli.contents.meta import Described
 from dynamicemb.cli.output import bytes_on_disk
 from dynamicemb.errors import CorruptStoreError, DynamicEmbError, InvalidArgumentError, StoreError
@@ -179,23 +188,16 @@ class OneEmbeddingContent(Content):
         return counts
 
     def batches(
-        self,
-        table: TableInfo,
-        part: int | None = None,
-        *,
-        values: bool = True,
-        state: bool = True,
-        scores: bool = True,
+        self, table: TableInfo, part: int | None = None, columns: Columns = EVERYTHING
     ) -> Iterator[Batch]:
         for place in range(len(self._folders)) if part is None else [part]:
             with self._source(place) as source:
                 for ids, floats, _ in source.batches():
+                    rows, state = floats[:, : self._dim], floats[:, self._dim :]
                     yield Batch(
                         ids,
-                        floats[:, : self._dim].to(table.value_dtype).contiguous()
-                        if values
-                        else None,
-                        floats[:, self._dim :].contiguous() if state and self._state_dim else None,
+                        rows.to(table.value_dtype).contiguous() if columns.values else None,
+                        state.contiguous() if columns.state and self._state_dim else None,
                         None,
                     )
 
@@ -205,7 +207,7 @@ class OneEmbeddingContent(Content):
         for place, folder in enumerate(self._folders):
             try:
                 for batch in self.batches(table, place):
-                    yield len(batch) * table.row_bytes(values=True, state=True, scores=False)
+                    yield len(batch) * table.row_bytes()
             except DynamicEmbError as error:
                 yield Damage(str(error), folder, table.label)
 

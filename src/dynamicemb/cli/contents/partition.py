@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dynamicemb.cli.contents.base import Batch, Content, TableInfo
+from dynamicemb.cli.contents.base import IDS, Batch, Content, TableInfo
 from dynamicemb.routing import Routing
 
 
@@ -46,5 +46,5 @@ def ids_of(
     content: Content, table: TableInfo, share: Share, part: int | None = None
 ) -> Iterator[torch.Tensor]:
     """The ids of a share."""
-    for batch in content.batches(table, part, values=False, state=False, scores=False):
+    for batch in content.batches(table, part, IDS):
         yield share.of(batch).ids

@@ -16,7 +16,7 @@ from dynamicemb.checkpoint.manifest import MANIFEST_NAME
 from dynamicemb.checkpoint.names import distinct_stems
 from dynamicemb.checkpoint.opt_args import opt_args_json
 from dynamicemb.checkpoint.writer import TableSource, write_shards
-from dynamicemb.cli.contents.base import Batch, Content, TableInfo
+from dynamicemb.cli.contents.base import Batch, Columns, Content, TableInfo
 from dynamicemb.cli.contents.checkpoints import CheckpointContent
 from dynamicemb.cli.contents.meta import describe, progress_of
 from dynamicemb.errors import InvalidArgumentError
@@ -165,9 +165,9 @@ def _write_file(
 def _rows(
     content: Content, table: TableInfo, part: int | None, kept: TableInfo, advance: Advance
 ) -> Iterator[Batch]:
-    state, scores = kept.state_dim > 0, kept.strategy is not None
-    size = kept.row_bytes(values=True, state=state, scores=scores)
-    for batch in content.batches(table, part, state=state, scores=scores):
+    columns = Columns(state=kept.state_dim > 0, scores=kept.strategy is not None)
+    size = kept.row_bytes(columns)
+    for batch in content.batches(table, part, columns):
         yield batch
         advance(size * len(batch))
 

@@ -1,0 +1,75 @@
+"""What commands print: rich on a terminal, lines elsewhere, the same words in both."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from dynamicemb.cli.app import BROKEN_PIPE, main
+from dynamicemb.cli.output import Output, bar, bytes_text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(stream: io.StringIO) -> list[str]:
+    output = Output(stream)
+    output.title("a [bold]title")
+    output.table(("name", "rows"), [("[red]x", "1"), ("longer", "1,000")], numbers=(1,))
+    output.line("[/b] the end")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    return [line.rstrip() for line in plain.splitlines()]
+
+
+def test_a_terminal_shows_what_a_file_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    lines = printed(io.StringIO())
+    assert lines == [
+        "a [bold]title",
+        "name     rows",
+        "[red]x      1",
+        "longer  1,000",
+        "[/b] the end",
+    ]
+    terminal = Terminal()
+    assert printed(terminal) == lines
+    assert "\x1b[1m" in terminal.getvalue()
+
+
+def test_narrow_terminals_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = Terminal()
+    Output(terminal).table(("name", "id"), [("a" * 30, str(2**63))])
+    kept = re.sub(r"\x1b\[[0-9;]*m|\s", "", terminal.getvalue())
+    assert kept.count("a") == 31
+    assert "…" not in kept
+
+
+def test_bytes_and_bars() -> None:
+    assert [bytes_text(n) for n in (0, 1023, 1536, 5 * 2**30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+    ]
+    assert [len(bar(part)) for part in (0.0, 0.001, 0.5, 1.0)] == [0, 1, 15, 30]
+
+
+def test_interrupts_and_readers_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dynamicemb.cli.inspect as command
+
+    def ends_with(error: type[BaseException]) -> int:
+        def raises(_: object) -> int:
+            raise error
+
+        monkeypatch.setattr(command, "main", raises)
+        monkeypatch.setattr("os.dup2", lambda *_: None)
+        return main(["inspect", "x"])
+
+    assert ends_with(KeyboardInterrupt) == 130
+    assert ends_with(BrokenPipeError) == BROKEN_PIPE
