@@ -85,8 +85,28 @@ def test_shares_of_ranks_are_the_batch() -> None:
         assert all(torch.equal(a, b) for a, b in zip(bags, expected, strict=True))
 
 
-def test_two_processes_give_the_auc_of_one_also_after_a_kill(tmp_path: Path) -> None:
+def assert_same_run(one: Path, two: Path) -> None:
+    expected, found = points(one), points(two)
+    assert_same_auc(expected, found, "dynamic")
+    for a, b in zip(expected, found, strict=True):
+        assert a["metrics"]["hashed"] == b["metrics"]["hashed"]
+        for name, table in a["tables"].items():
+            assert table["inserts"] == b["tables"][name]["inserts"]
+            assert table["rows"] == b["tables"][name]["rows"]
+    assert (two / "report.html").exists()
+
+
+def test_two_processes_give_the_auc_of_one_and_go_on_after_a_stop(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     assert train(tmp_path / "one") == 0
+    train_on_two(ranks, tmp_path / "two", "--max-examples", "4000")
+    assert train(tmp_path / "two", "--nproc", "2") == 0
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.stress
+def test_two_processes_that_are_killed_go_on(tmp_path: Path) -> None:
     two = ("--out", str(tmp_path / "two"), "--nproc", "2", "--checkpoint-steps", "4")
     process = subprocess.Popen(
         [sys.executable, "-m", "dynamicemb.cli", "train", *SMALL, *two],
@@ -107,14 +127,8 @@ def test_two_processes_give_the_auc_of_one_also_after_a_kill(tmp_path: Path) -> 
     left = [path.name for path in (tmp_path / "two" / "checkpoints").iterdir()]
     assert "step-0000000004" in left
     assert main(["train", *SMALL, *two]) == 0
-    expected, found = points(tmp_path / "one"), points(tmp_path / "two")
-    assert_same_auc(expected, found, "dynamic")
-    for a, b in zip(expected, found, strict=True):
-        assert a["metrics"]["hashed"] == b["metrics"]["hashed"]
-        for name, table in a["tables"].items():
-            assert table["inserts"] == b["tables"][name]["inserts"]
-            assert table["rows"] == b["tables"][name]["rows"]
-    assert (tmp_path / "two" / "report.html").exists()
+    assert train(tmp_path / "one") == 0
+    assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
 def test_every_kind_of_table_trains_on_two_processes_and_goes_on(
@@ -177,6 +191,25 @@ def test_stores_and_deltas_of_two_processes(ranks: Ranks, tmp_path: Path) -> Non
         serving.apply_delta(chains[-1])
         for a, b in zip(serving.find(ids), saved.find(ids), strict=True):
             assert torch.equal(a, b)
+
+
+def test_two_processes_have_rows_of_their_own_in_redis(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    from redis_servers import RedisServer
+
+    options = ("--no-baseline", "--no-report", "--max-examples", "3000")
+    server = RedisServer()
+    try:
+        store = ("--capacity", "1024", "--store", server.url())
+        train_on_two(ranks, tmp_path / "two", *options, *store)
+        names = {
+            name.partition(b"@")[2][:4] for name in server.client().scan_iter() if b"@" in name
+        }
+    finally:
+        server.close()
+    assert train(tmp_path / "one", *options) == 0
+    assert_same_auc(points(tmp_path / "one"), points(tmp_path / "two"), "dynamic")
+    assert names == {b"0of2", b"1of2"}
 
 
 def test_rows_expire_on_two_processes_and_a_last_batch_may_be_odd(
