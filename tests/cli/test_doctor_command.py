@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,24 @@ def test_the_packages_are_those_that_the_library_names() -> None:
     named = {one.name: one for one in packages.wanted_packages()}
     assert named["torch"].extra == ""
     assert (named["pyarrow"].extra, named["pyarrow"].at_least) == ("parquet", "14")
-    assert set(packages.USES) >= {name for name, one in named.items() if one.extra}
+    for name, one in named.items():
+        assert packages.USES[name][0] == one.extra
+
+
+def test_in_a_source_tree_all_packages_that_are_known_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages.metadata, "requires", missing)
+    monkeypatch.setattr(packages, "version", lambda name: None)
+    found = {one.name: one for one in packages.package_findings()}
+    assert "not installed" in found["dynamicemb"].detail
+    assert found["torch"].status is Status.BROKEN
+    assert found["torch"].command.endswith("pip install 'torch'")
+    assert found["rich"].status is Status.MISSING
+    assert found["rich"].command.endswith("'dynamicemb[cli]'")
 
 
 def test_huge_pages_that_are_never_given_have_a_command(tmp_path: Path) -> None:

@@ -157,7 +157,9 @@ def _notes(about: dict[str, Any], results: Sequence[Measured]) -> list[str]:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     commit = f" ({machine['commit']})" if machine["commit"] else ""
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
-    missing = {f"{peer}: {why}" for one in results for peer, why in one.missing.items()}
+    missing = {
+        f"{one.device}, {peer}: {why}" for one in results for peer, why in one.missing.items()
+    }
     return [
         f"One table of {work['rows']:,} rows of {work['dim']} float32, all ids there; batches of "
         f"{work['batch']:,} ids, {work['ids']}; pooled: bags of {work['bag']}. Times are medians "

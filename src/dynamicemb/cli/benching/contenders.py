@@ -132,8 +132,11 @@ class Tbe(Contender):
                 bounds_check_mode=BoundsCheckMode.NONE,
                 device=work.device,
             )
-        except (AssertionError, RuntimeError, AttributeError) as error:  # built for the CPU alone
-            raise NotInstalled(f"FBGEMM cannot: {error}") from error
+        except (AssertionError, RuntimeError, AttributeError) as error:
+            if work.device.type == "cuda":
+                why = str(error).partition(".")[0].partition("\n")[0][:200]
+                raise NotInstalled(f"pip install fbgemm-gpu, for CUDA ({why})") from error
+            raise
         self.module.init_embedding_weights_uniform(-0.1, 0.1)
         self.training = optimizer is not None
 

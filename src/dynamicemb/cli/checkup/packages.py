@@ -13,7 +13,7 @@ from importlib import metadata
 
 import torch
 
-from dynamicemb import _engine
+from dynamicemb import __version__, _engine
 from dynamicemb.cli.checkup.finding import Finding, Status
 from dynamicemb.cli.machine import git_commit, version
 from dynamicemb.missing_engine import MissingEngine
@@ -25,16 +25,19 @@ PIP = f"{sys.executable} -m pip install"
 ON_CPU = "fbgemm-gpu-cpu tensordict torchmetrics pyre-extensions iopath tqdm"
 #: Packages whose import name is another one.
 MODULES = {"pyyaml": "yaml"}
+#: The extra that brings a package, and what it is for.
 USES = {
-    "triton": "tables on a GPU",
-    "torchrec": "TorchRec modules, dynamicemb train",
-    "safetensors": "import and export of .safetensors",
-    "pyarrow": "import and export of .parquet, Parquet files of dynamicemb train",
-    "redis": "stores at redis:// URLs",
-    "hiredis": "faster replies of Redis",
-    "rich": "the live screen of dynamicemb train",
-    "pyyaml": "configuration files of dynamicemb train",
-    "tensorboard": "dynamicemb train --tensorboard",
+    "torch": ("", ""),
+    "numpy": ("", ""),
+    "triton": ("gpu", "tables on a GPU"),
+    "torchrec": ("torchrec", "TorchRec modules, dynamicemb train"),
+    "safetensors": ("safetensors", "import and export of .safetensors"),
+    "pyarrow": ("parquet", "import and export of .parquet, Parquet files of dynamicemb train"),
+    "redis": ("redis", "stores at redis:// URLs"),
+    "hiredis": ("redis", "faster replies of Redis"),
+    "rich": ("cli", "the live screen of dynamicemb train"),
+    "pyyaml": ("cli", "configuration files of dynamicemb train"),
+    "tensorboard": ("tensorboard", "dynamicemb train --tensorboard"),
 }
 
 
@@ -48,12 +51,13 @@ class Wanted:
 
 
 def wanted_packages() -> list[Wanted]:
-    """What the metadata of the installed library says; the first extra that names a package."""
+    """What the metadata of the installed library says; the first extra that names a package. In a
+    source tree that is not installed: all that are known, of any version."""
     found: dict[str, Wanted] = {}
     try:
         lines = metadata.requires(LIBRARY) or []
     except metadata.PackageNotFoundError:
-        return []
+        return [Wanted(name, "", extra) for name, (extra, _) in USES.items()]
     for line in lines:
         matched = re.match(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?", line)
         if matched is None:
@@ -66,8 +70,9 @@ def wanted_packages() -> list[Wanted]:
 
 def package_findings() -> Iterator[Finding]:
     yield _python()
-    commit = git_commit()
-    yield Finding(LIBRARY, Status.OK, f"{version(LIBRARY)}{f', commit {commit}' if commit else ''}")
+    commit, where = git_commit(), "" if version(LIBRARY) else ", not installed"
+    detail = f"{__version__}{where}{f', commit {commit}' if commit else ''}"
+    yield Finding(LIBRARY, Status.OK, detail)
     yield engine_finding()
     for one in wanted_packages():
         yield _package(one)
@@ -98,12 +103,12 @@ def engine_finding() -> Finding:
 
 def _package(one: Wanted) -> Finding:
     essential = one.extra == ""
-    what = f"{LIBRARY}[{one.extra}]" if one.extra else f"{one.name}>={one.at_least}"
+    what = f"{LIBRARY}[{one.extra}]" if one.extra else _at_least(one)
     command = f"{PIP} '{what}'"
     if one.name == "torchrec" and torch.version.cuda is None:
         # Its metadata names the package of FBGEMM for CUDA.
-        command = f"{PIP} {ON_CPU} && {PIP} --no-deps 'torchrec>={one.at_least}'"
-    use = USES.get(one.name, "")
+        command = f"{PIP} {ON_CPU} && {PIP} --no-deps '{_at_least(one)}'"
+    _, use = USES.get(one.name, ("", ""))
     found = version(one.name)
     if found is None:
         status = Status.BROKEN if essential else Status.MISSING
@@ -117,16 +122,23 @@ def _package(one: Wanted) -> Finding:
     return Finding(one.name, Status.OK, found, essential=essential)
 
 
+def _at_least(one: Wanted) -> str:
+    return f"{one.name}>={one.at_least}" if one.at_least else one.name
+
+
 def _fbgemm() -> Finding:
-    package = "fbgemm-gpu" if torch.version.cuda else "fbgemm-gpu-cpu"
-    command = f"{PIP} {package}"
-    found = version("fbgemm-gpu") or version("fbgemm-gpu-cpu")
-    if found is None:
-        return Finding(package, Status.MISSING, "for TorchRec, and to compare with", command)
+    fitting = "fbgemm-gpu" if torch.version.cuda else "fbgemm-gpu-cpu"
+    command = f"{PIP} {fitting}"
+    here = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if version(name) is not None]
+    if not here:
+        return Finding(fitting, Status.MISSING, "for TorchRec, and to compare with", command)
+    name, found = here[0], version(here[0])
     problem = import_problem("fbgemm_gpu")
-    if problem is None:
-        return Finding(package, Status.OK, found)
-    return Finding(package, Status.BROKEN, f"{found}: {problem} (is it of this torch?)", command)
+    if problem is not None:
+        return Finding(name, Status.BROKEN, f"{found}: {problem} (is it of this torch?)", command)
+    if torch.version.cuda and name != fitting:
+        return Finding(name, Status.NOTE, f"{found}; torch is for CUDA, and this is not", command)
+    return Finding(name, Status.OK, str(found))
 
 
 def import_problem(module: str) -> str | None:
