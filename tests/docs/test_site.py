@@ -176,8 +176,8 @@ def test_drawings_are_what_their_program_draws() -> None:
 
 
 def test_numbers_are_those_of_the_results() -> None:
-    tables = program("benchmarks/tables.py")
+    tables = program("benchmarks/result_tables.py")
     for document in tables.DOCUMENTS:
         text = document.read_text()
         assert "<!-- table:" in text
-        assert text == tables.filled(text), "python benchmarks/tables.py"
+        assert text == tables.filled(text), "python benchmarks/result_tables.py"

@@ -1,6 +1,6 @@
 """Puts the tables of docs/benchmarks.md and of the README into them, from benchmarks/results.
 
-    python benchmarks/tables.py
+    python benchmarks/result_tables.py
 
 Of every kind of result the newest file counts. Text between ``<!-- table: NAME -->`` and ``<!-- end
 of table -->`` is replaced; a test compares, so that no number in a document differs from its file.
