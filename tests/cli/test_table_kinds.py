@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from training_runs import points
 
 from dynamicemb.cli.app import main
 
@@ -19,14 +18,6 @@ SMALL = (
 
 def train(out: Path, *arguments: str) -> int:
     return main(["train", *SMALL, "--out", str(out), *arguments])
-
-
-def points(out: Path) -> list[dict[str, Any]]:
-    measured = json.loads((out / "metrics.json").read_text())
-    return [
-        {key: value for key, value in point.items() if key not in ("seconds", "speed")}
-        for point in measured
-    ]
 
 
 @pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn"])

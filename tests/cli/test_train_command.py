@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import resource
@@ -14,9 +13,9 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from typing import Any
 
 import pytest
+from training_runs import points
 
 from dynamicemb.cli.app import main
 
@@ -28,15 +27,6 @@ SMALL = (
 
 def train(out: Path, *arguments: str) -> int:
     return main(["train", *SMALL, "--out", str(out), *arguments])
-
-
-def points(out: Path) -> list[dict[str, Any]]:
-    """All that was measured, without times."""
-    measured = json.loads((out / "metrics.json").read_text())
-    return [
-        {key: value for key, value in point.items() if key not in ("seconds", "speed")}
-        for point in measured
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from training_runs import every_item, points
 
 from dynamicemb.cli.app import main
 from dynamicemb.serving import ServingTable
@@ -23,8 +23,7 @@ SMALL = (
 
 def train(out: Path, *arguments: str) -> list[dict[str, Any]]:
     assert main(["train", *SMALL, "--out", str(out), *arguments]) == 0
-    measured: list[dict[str, Any]] = json.loads((out / "metrics.json").read_text())
-    return measured
+    return points(out)
 
 
 @pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn"])
@@ -48,11 +47,8 @@ def test_a_run_goes_on_and_its_deltas_are_its_rows(tmp_path: Path) -> None:
         assert gone_on["metrics"][kind]["auc"] == pytest.approx(expected, abs=0.005), kind
     chain = tmp_path / "stopped" / "deltas" / "chain-000002"
     newest = max((tmp_path / "stopped" / "checkpoints").iterdir()) / "tables"
-    with ServingTable(chain, "user") as served, ServingTable(newest, "user") as saved:
+    ids = every_item(days=2, examples_per_day=20000, new_ids=1000)
+    with ServingTable(chain, "item") as served, ServingTable(newest, "item") as saved:
         served.apply_delta(chain)
-        from dynamicemb.cli.training.stream import ClickStream
-
-        stream = ClickStream(days=2, examples_per_day=20000, new_ids=1000, seed=0)
-        ids = torch.cat([one.ids[: one.size] for one in stream.batches(0, 1000)]).unique()
         for a, b in zip(served.find(ids), saved.find(ids), strict=True):
             assert torch.equal(a, b)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from training_runs import every_item, points
 
 from dynamicemb.cli.app import main
 from dynamicemb.cli.training.deltas import Deltas
 from dynamicemb.cli.training.ranks import Ranks
-from dynamicemb.cli.training.stream import ClickStream
 from dynamicemb.serving import ServingTable
 
 SMALL = (
@@ -22,20 +20,11 @@ SMALL = (
     *("--device", "cpu", "--no-baseline", "--no-report"),
 )
 
+STREAM = {"days": 2, "examples_per_day": 4000, "new_ids": 500}
+
 
 def train(out: Path, *arguments: str) -> int:
     return main(["train", *SMALL, "--out", str(out), *arguments])
-
-
-def points(out: Path) -> list[dict[str, Any]]:
-    measured: list[dict[str, Any]] = json.loads((out / "metrics.json").read_text())
-    return measured
-
-
-def every_item() -> torch.Tensor:
-    """The ids of table "item" in the stream of ``SMALL``."""
-    stream = ClickStream(days=2, examples_per_day=4000, new_ids=500, seed=0)
-    return torch.cat([one.ids[one.size :] for one in stream.batches(0, 500)]).unique()
 
 
 @pytest.mark.parametrize("store", ["memory", "ssd"])
@@ -52,9 +41,9 @@ def test_a_serving_table_follows_the_deltas_to_the_rows_of_the_run(
         serving.apply_delta(chain)
         newest = max((tmp_path / "checkpoints").iterdir())
         with ServingTable(newest / "tables", "item") as saved:
-            found, rows = saved.find(every_item())
+            found, rows = saved.find(every_item(**STREAM))
         assert 500 < found.sum() < len(found)  # rows were evicted, or did not come yet
-        again, served = serving.find(every_item())
+        again, served = serving.find(every_item(**STREAM))
         assert torch.equal(found, again)
         assert torch.equal(rows, served)
     # The process that goes on does not know what changed: it begins anew.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import rank_work
 import torch
+from training_runs import every_item, points
 
 from dynamicemb.cli import train as command
 from dynamicemb.cli.app import main
@@ -53,11 +53,6 @@ def train_on_two(ranks: Ranks, out: Path, *arguments: str) -> None:
     assert first == second == 0
     assert "examples/s" in said
     assert nothing == ""
-
-
-def points(out: Path) -> list[dict[str, Any]]:
-    measured: list[dict[str, Any]] = json.loads((out / "metrics.json").read_text())
-    return measured
 
 
 def assert_same_auc(one: list[dict[str, Any]], two: list[dict[str, Any]], name: str) -> None:
@@ -185,8 +180,7 @@ def test_stores_and_deltas_of_two_processes(ranks: Ranks, tmp_path: Path) -> Non
     chains = sorted((tmp_path / "two" / "deltas").iterdir())
     assert [path.name for path in chains] == ["chain-000001", "chain-000002"]
     checkpoint = max((tmp_path / "two" / "checkpoints").iterdir()) / "tables"
-    stream = ClickStream(days=2, examples_per_day=4000, new_ids=500, seed=0)
-    ids = torch.cat([batch.ids[batch.size :] for batch in stream.batches(0, 500)]).unique()
+    ids = every_item(days=2, examples_per_day=4000, new_ids=500)
     with ServingTable(chains[-1], "item") as serving, ServingTable(checkpoint, "item") as saved:
         serving.apply_delta(chains[-1])
         for a, b in zip(serving.find(ids), saved.find(ids), strict=True):
