@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +100,6 @@ def refused(capsys: Capture, *arguments: str | Path) -> str:
     assert words.err.startswith("dynamicemb: ")
     assert words.err.count("\n") == 1
     return words.err
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "dynamicemb.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
 
 
 def flip(file: Path, offset: int) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from killed import killed_convert
 from stored import (
     Capture,
     checkpoint,
@@ -22,7 +21,6 @@ from stored import (
     make_model,
     refused,
     rows_of,
-    run,
     said,
     train,
 )
@@ -89,9 +87,10 @@ def test_there_and_back_nothing_is_lost(
 
 
 @pytest.mark.parametrize("strategy", ["STEP", "TIMESTAMP", "LFU", "TIMESTAMP_LFU", "CUSTOMIZED"])
-def test_upstreams_dump_and_back(tmp_path: Path, strategy: str) -> None:
+def test_upstreams_dump_and_back(capsys: Capture, tmp_path: Path, strategy: str) -> None:
     checkpoint(tmp_path / "a", strategy, counter=True)
     convert(tmp_path / "a", tmp_path / "there", "--to", "upstream")
+    assert "model/user: ids -4 to -1 are 4 of its rows" in capsys.readouterr().err
     kept = [
         file.name for file in (tmp_path / "a" / "model").iterdir() if "buckets" not in file.name
     ]
@@ -354,34 +353,6 @@ def test_damage_ends_it_with_nothing_made(
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
-def killed_convert(where: str, arguments: list[str]) -> None:
-    """The command in a process that kills itself: among the rows, before or after the target is
-    put in its place."""
-    from dynamicemb.cli.contents import staging, writing
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    rows, put = writing._rows, staging._put
-
-    def first_rows(*given: Any) -> Iterator[Any]:
-        for batch in rows(*given):
-            yield batch
-            die()
-
-    def put_and_die(*paths: Path) -> None:
-        if where == "after":
-            put(*paths)
-        die()
-
-    torch.set_num_threads(1)
-    if where == "rows":
-        writing._rows = first_rows
-    else:
-        staging._put = put_and_die
-    main(arguments)
-
-
 @pytest.mark.parametrize(
     ("layout", "where", "overwrite"),
     [
@@ -441,9 +412,3 @@ def test_wrong_paths_and_options(capsys: Capture, source: Path, tmp_path: Path) 
         capsys, "convert", source, tmp_path / "t", *to, "--world-size=2", "--dist-type=continuous"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_in_a_process_of_its_own(source: Path, tmp_path: Path) -> None:
-    done = run("convert", source, tmp_path / "user.parquet", "--table", "user", "--no-counter")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{tmp_path / 'user.parquet'}: parquet, 1 table, ")

@@ -16,8 +16,6 @@ from stored import (
     json_of,
     make_model,
     refused,
-    rows_of,
-    run,
     said,
     train,
 )
@@ -201,13 +199,3 @@ def test_errors(capsys: Capture, tmp_path: Path) -> None:
     flip(file_of(a, "values", "t"), 3)
     assert "is damaged in" in refused(capsys, "diff", a, twice)
     assert "--tolerance is -1.0" in refused(capsys, "diff", a, a, "--tolerance=-1")
-
-
-def test_in_a_process_of_its_own(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "a")
-    before = rows_of(tmp_path / "a")
-    checkpoint(tmp_path / "b", optimizer="sgd")
-    done = run("diff", tmp_path / "a", tmp_path / "b")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "model/user: optimizer: ADAM in A, SGD in B" in done.stdout
-    assert rows_of(tmp_path / "a") == before

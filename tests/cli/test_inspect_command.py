@@ -19,7 +19,6 @@ from stored import (
     make_model,
     refused,
     rows_of,
-    run,
     said,
     train,
 )
@@ -372,10 +371,3 @@ def test_wrong_paths_and_names(capsys: Capture, tmp_path: Path) -> None:
     staging.mkdir(parents=True)
     assert "not finished" in refused(capsys, "inspect", tmp_path / "unfinished")
     shutil.rmtree(tmp_path / "unfinished")
-
-
-def test_in_a_process_of_its_own(tmp_path: Path) -> None:
-    checkpoint(tmp_path)
-    done = run("inspect", tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "model/user" in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from stored import (
     json_of,
     make_model,
     refused,
-    run,
     said,
     train,
 )
@@ -231,10 +229,3 @@ def test_wrong_paths_are_no_damage(capsys: Capture, tmp_path: Path, whole: Path)
     assert "nothing that can be read" in refused(capsys, "verify", tmp_path)
     assert "no table 'users'" in refused(capsys, "verify", whole, "--table", "users")
     assert "are required: PATH" in refused(capsys, "verify")
-
-
-def test_in_a_process_of_its_own(copy: Path) -> None:
-    flip(file_of(copy, "opt_values"), 3)
-    done = run("verify", copy, "--json")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["ok"] is False

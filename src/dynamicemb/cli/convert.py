@@ -18,6 +18,7 @@ from dynamicemb.cli.contents.staging import staged
 from dynamicemb.cli.contents.writing import (
     LAYOUTS,
     SUFFIX_OF,
+    Done,
     Names,
     Wanted,
     chosen,
@@ -80,15 +81,20 @@ def main(arguments: Sequence[str]) -> int:
             serving_index=options.serving_index,
             snapshot=options.snapshot_name,
         )
-        for line in _warnings(content, layout, wanted):
-            sys.stderr.write(f"dynamicemb: warning: {line}\n")
-        rows = _convert(content, target, layout, wanted, Names(options.collection, options.name))
+        _warn(_warnings(content, layout, wanted))
+        done = _convert(content, target, layout, wanted, Names(options.collection, options.name))
+        _warn(done.warnings)
         size = _size(target)
         Output().line(
             f"{target}: {layout}, {len(content.tables)} table{'s' * (len(content.tables) != 1)}, "
-            f"{rows:,} rows, {bytes_text(size)}"
+            f"{done.rows:,} rows, {bytes_text(size)}"
         )
     return 0
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        sys.stderr.write(f"dynamicemb: warning: {line}\n")
 
 
 def _layout(target: Path, options: ConvertOptions) -> str:
@@ -161,7 +167,7 @@ def _warnings(content: Content, layout: str, wanted: Wanted) -> list[str]:
     return lines
 
 
-def _convert(content: Content, target: Path, layout: str, wanted: Wanted, names: Names) -> int:
+def _convert(content: Content, target: Path, layout: str, wanted: Wanted, names: Names) -> Done:
     total = passes(content, layout, wanted) * sum(
         table.rows * chosen(table, wanted).row_bytes() for table in content.tables
     )

@@ -45,6 +45,14 @@ class Wanted:
     snapshot: str = "converted"
 
 
+@dataclass(frozen=True)
+class Done:
+    """How many rows were written, and what a user should know of them."""
+
+    rows: int
+    warnings: tuple[str, ...] = ()
+
+
 def losses(table: TableInfo, layout: str, wanted: Wanted) -> list[str]:
     """What the layout has no place for, of what the table has and was asked for."""
     lost = []
@@ -68,12 +76,12 @@ def chosen(table: TableInfo, wanted: Wanted) -> TableInfo:
 
 def write(
     path: Path, content: Content, layout: str, wanted: Wanted, names: Names, advance: Advance
-) -> int:
-    """Write the tables of ``content`` to ``path``, where nothing is; the number of rows."""
+) -> Done:
+    """Write the tables of ``content`` to ``path``, where nothing is."""
     if layout in FORMATS:
-        return _write_files(path, content, layout, wanted, names, advance)
+        return Done(_write_files(path, content, layout, wanted, names, advance))
     if layout == "oneembedding":
-        return _write_one_embedding(path, content, wanted, names, advance)
+        return Done(_write_one_embedding(path, content, wanted, names, advance))
     return _write_checkpoint(path, content, wanted, names, advance, upstream=layout == "upstream")
 
 
@@ -253,7 +261,7 @@ def _write_checkpoint(
     advance: Advance,
     *,
     upstream: bool,
-) -> int:
+) -> Done:
     sizes = {_parts(table, wanted) for table in content.tables}
     if len(sizes) > 1:
         raise InvalidArgumentError(
@@ -262,9 +270,16 @@ def _write_checkpoint(
     written = [_Written(content, one, wanted, names, advance, upstream) for one in content.tables]
     shards = [[one.source(rank) for one in written] for rank in range(sizes.pop())]
     write_shards(path, shards, progress=False)
-    if upstream:
-        (path / MANIFEST_NAME).unlink()
-    return sum(one.rows for one in written)
+    if not upstream:
+        return Done(sum(one.rows for one in written))
+    (path / MANIFEST_NAME).unlink()
+    reserved = tuple(
+        f"{one.label}: ids -4 to -1 are {one.reserved} of its rows; upstream's tables cannot have "
+        "them"
+        for one in written
+        if one.reserved
+    )
+    return Done(sum(one.rows for one in written), reserved)
 
 
 class _Written:
@@ -285,7 +300,9 @@ class _Written:
         self._called = names.of(table)
         self._routing = _routing(table, wanted, upstream=upstream)
         self._counter = content.counter(table) if wanted.counter else None
+        self.label = table.label
         self.rows = 0
+        self.reserved = 0  # of them, with ids that mark empty places of upstream's tables
 
     def source(self, rank: int) -> TableSource:
         table, kept = self._table, self._kept
@@ -340,6 +357,7 @@ class _Written:
             if part is None and routing is not None and routing.world_size > 1:
                 some = batch.some(routing.owned(batch.ids))
             self.rows += len(some)
+            self.reserved += int(((some.ids >= -4) & (some.ids < 0)).sum())
             assert some.embeddings is not None
             count = len(some)
             none = torch.empty(count, 0)
