@@ -159,28 +159,11 @@ class CpuTable(DeviceTable):
         _engine.initialize_rows(initializer, ids.data_ptr(), len(ids), self.dim, rows.data_ptr())
         return rows.to(self.dtype)
 
-    def export(
-        self,
-        *,
-        batch_size: int = 65536,
-        score_threshold: int | None = None,
-        changed_since: int | None = None,
-    ) -> Iterator[Rows]:
-        batch_size = check_integer("batch_size", batch_size, minimum=1)
-        threshold = None if changed_since is not None else 0
-        if score_threshold is not None:
-            threshold = check_integer(
-                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
-            )
-        if changed_since is not None:
-            changed_since = check_integer(
-                "changed_since", changed_since, minimum=1, maximum=2**64 - 1
-            )
-        return self._export(batch_size, threshold, changed_since)
-
     def _export(
         self, batch_size: int, threshold: int | None, changed_since: int | None
     ) -> Iterator[Rows]:
+        if changed_since is None and threshold is None:
+            threshold = 0
         cursor = 0
         while True:
             rows = self.empty_rows(min(batch_size, self.engine.size))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dynamicemb.errors import OutOfMemoryError, UsageError, check_integer
+from dynamicemb.errors import OutOfMemoryError, UsageError
 from dynamicemb.kernels import find
 from dynamicemb.kernels.launch import aligned, blocks, launch
 from dynamicemb.table.cuda_batch import ELEMENTS
@@ -99,26 +99,9 @@ class CudaContent(CudaMemory):
         """out[i] = the embedding in slots[i] (int32); without a slot the missing value, or 0."""
         self.group.gather(slots, out, missing=missing)
 
-    def export(
-        self,
-        *,
-        batch_size: int = 65536,
-        score_threshold: int | None = None,
-        changed_since: int | None = None,
-    ) -> Iterator[Rows]:
-        batch_size = check_integer("batch_size", batch_size, minimum=1)
-        threshold = None
-        if score_threshold is not None:
-            threshold = check_integer(
-                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
-            )
-        if changed_since is not None:
-            changed_since = check_integer(
-                "changed_since", changed_since, minimum=1, maximum=2**64 - 1
-            )
-            if self.known_changes.stamps is None:
-                raise UsageError(f"table {self.name!r} has no marks yet: call mark_changes() first")
-        return self._export(batch_size, threshold, changed_since)
+    def check_marked(self) -> None:
+        if self.known_changes.stamps is None:
+            raise UsageError(f"table {self.name!r} has no marks yet: call mark_changes() first")
 
     def _export(
         self, batch_size: int, threshold: int | None, changed_since: int | None

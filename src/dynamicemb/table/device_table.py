@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from dynamicemb.admission import AdmissionStrategy, ProbabilityAdmissionStrategy
 from dynamicemb.errors import check_integer
 from dynamicemb.table.base import Table
-from dynamicemb.table.rows import Progress
+from dynamicemb.table.rows import Progress, Rows
 
 
 class Counter(Protocol):
@@ -35,6 +36,34 @@ class DeviceTable(Table):
 
     def export_buckets(self) -> int:
         return self.capacity // self._width
+
+    def export(
+        self,
+        *,
+        batch_size: int = 65536,
+        score_threshold: int | None = None,
+        changed_since: int | None = None,
+    ) -> Iterator[Rows]:
+        batch_size = check_integer("batch_size", batch_size, minimum=1)
+        if score_threshold is not None:
+            score_threshold = check_integer(
+                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
+            )
+        if changed_since is not None:
+            changed_since = check_integer(
+                "changed_since", changed_since, minimum=1, maximum=2**64 - 1
+            )
+            self.check_marked()
+        return self._export(batch_size, score_threshold, changed_since)
+
+    @abstractmethod
+    def _export(
+        self, batch_size: int, threshold: int | None, changed_since: int | None
+    ) -> Iterator[Rows]:
+        """:meth:`export` of checked arguments."""
+
+    def check_marked(self) -> None:
+        """Raise unless the table knows when its rows changed."""
 
     def removal_limit(self, limit: int | None) -> int:
         """The limit that :meth:`log_removals` is to take."""
