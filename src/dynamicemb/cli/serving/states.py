@@ -152,7 +152,9 @@ def newest_state(
             problems.append(problem)
         return fresh, "; ".join(problems) or None
     if not problems:
-        problems.append(f"there is no checkpoint in {str(path)!r}")
+        problems.append(
+            f"there is no checkpoint in {str(path)!r} (dynamicemb convert makes them of others)"
+        )
     if state is None:
         raise CheckpointError("; ".join(problems))
     return state, "; ".join(problems)
