@@ -12,6 +12,7 @@
 #include <cmath>
 #include <utility>
 
+#include "parallel.h"
 #include "slot_order.h"
 
 namespace dynamicemb {
@@ -24,9 +25,27 @@ constexpr double kLongAge = 1e8;    // keys of such ages differ by less than tha
 
 double score_of(std::uint64_t key) { return std::bit_cast<double>(key); }
 
-// Leaves the `wanted` smallest (key, slot), in order. `slots` is in slot order. Ids with
-// few uses and ages have few different keys: those are sorted, and the slots counted into place.
-void sort_first(std::vector<SlotKey>& slots, std::size_t wanted) {
+// Drops slots that are not among the `wanted` smallest, as a sample says; the order stays.
+void drop_large(std::vector<SlotKey>& slots, std::size_t wanted) {
+  constexpr std::size_t kSample = 1024;
+  if (slots.size() < 2 * wanted || slots.size() < 4 * kSample) return;
+  std::vector<std::uint64_t> sample;
+  for (std::size_t i = 0; i < slots.size(); i += slots.size() / kSample)
+    sample.push_back(slots[i].key);
+  const std::size_t rank = sample.size() * wanted / slots.size() + kSample / 16;
+  if (rank >= sample.size()) return;
+  const auto at = sample.begin() + static_cast<std::ptrdiff_t>(rank);
+  std::nth_element(sample.begin(), at, sample.end());
+  const std::uint64_t most = *at;
+  std::size_t small = 0;
+  for (const SlotKey& one : slots) small += one.key <= most;
+  if (small >= wanted) std::erase_if(slots, [&](const SlotKey& one) { return one.key > most; });
+}
+
+// Leaves the `wanted` smallest (key, slot), in order; `first` is memory to do it in. `slots` is in
+// slot order. Ids with few uses and ages have few different keys: those are sorted, and the slots
+// counted into place.
+void sort_first(std::vector<SlotKey>& slots, std::size_t wanted, std::vector<SlotKey>& first) {
   constexpr std::size_t kPlaces = 4096, kMostKeys = 1024;
   struct Group {
     std::uint64_t key;
@@ -59,7 +78,7 @@ void sort_first(std::vector<SlotKey>& slots, std::size_t wanted) {
             [&](std::uint16_t a, std::uint16_t b) { return groups[a].key < groups[b].key; });
   std::size_t place = 0;
   for (const std::uint16_t group : order) place += std::exchange(groups[group].count, place);
-  std::vector<SlotKey> first(wanted);
+  first.resize(wanted);
   for (std::size_t i = 0; i < slots.size(); ++i)
     if (const std::size_t to = groups[group_of[i]].count++; to < wanted) first[to] = slots[i];
   slots.swap(first);
@@ -88,46 +107,75 @@ SlotOrder::FadedLimit SlotOrder::faded_limit(std::uint64_t now) const {
 
 void SlotOrder::start_fading_round(std::span<const SlotUse> uses, std::size_t used,
                                    std::size_t size, const Request& request) {
-  power_of(std::min<std::uint64_t>(request.now, kKnownAges - 1));
   limit_ = sampled_limit(uses, used, size, request.now);
   limit_used_once_ = limit_ != kEnd && uses[limit_.slot].count == 1 &&
                      uses[limit_.slot].last != request.now;  // new ids would be like it
   if (limit_used_once_) limit_last_ = uses[limit_.slot].last;
-  merged_ = collect(uses, limit_, request);
+  collect(uses, limit_, request, merged_);
   fading_.clear();
   fading_.reserve(merged_.size());
   for (const SlotKey& at : merged_) fading_.push_back(at.slot);
   fading_since_ = request.now;
 }
 
+// Of fading_[begin, end): keeps those that are not far above the limit, and finds those below it.
+std::size_t SlotOrder::filter_fading(std::span<const SlotUse> uses, std::size_t begin,
+                                     std::size_t end, bool fresh, const FadedLimit& limit,
+                                     const Request& request, std::vector<SlotKey>& may_go) {
+  constexpr std::size_t kAhead = 32;
+  const double* powers = powers_.data();
+  const std::size_t known = powers_.size();
+  std::size_t kept = begin;
+  for (std::size_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) __builtin_prefetch(&uses[fading_[i + kAhead]]);
+    const std::uint32_t slot = fading_[i];
+    const SlotUse& use = uses[slot];
+    if (use.owner == 0) continue;
+    const std::uint64_t age = request.now - use.last;
+    const double score = age < known ? static_cast<double>(use.count) / powers[age]
+                                     : score_of(key(use, request.now));
+    if (!fresh && score >= limit.above) continue;  // used since: like those not collected
+    fading_[kept++] = slot;
+    const auto present = std::bit_cast<std::uint64_t>(score);
+    const bool below =
+        fresh || score < limit.below || (present == limit.same && slot < limit_.slot);
+    if (below && !stays(use, slot, request)) may_go.push_back({present, slot});
+  }
+  return kept - begin;
+}
+
 void SlotOrder::take_fading(std::span<SlotUse> uses, std::size_t used, const Request& request,
                             std::vector<TakenSlot>& taken) {
-  constexpr std::size_t kAhead = 32;
-  std::vector<SlotKey> may_go;
+  constexpr std::size_t kPart = 1u << 14;
+  std::vector<SlotKey>& may_go = queue_;
   bool fresh = false;  // a round of this request: all that was collected may go
+  power_of(std::min<std::uint64_t>(request.now, kKnownAges - 1));
   for (std::size_t size = std::max({used / 32, 4 * request.wanted, kSmallRound});; size *= 4) {
     const FadedLimit limit = faded_limit(request.now);
+    const std::size_t parts = (fading_.size() + kPart - 1) / kPart;
+    std::vector<std::size_t> kept(parts);
+    found_.resize(std::max(found_.size(), parts));
+    parallel_for(request.threads, parts, [&](std::size_t part) {
+      const std::size_t end = std::min(fading_.size(), (part + 1) * kPart);
+      found_[part].clear();
+      kept[part] = filter_fading(uses, part * kPart, end, fresh, limit, request, found_[part]);
+    });
     may_go.clear();
-    std::size_t kept = 0;
-    for (std::size_t i = 0; i < fading_.size(); ++i) {
-      if (i + kAhead < fading_.size()) __builtin_prefetch(&uses[fading_[i + kAhead]]);
-      const std::uint32_t slot = fading_[i];
-      const SlotUse& use = uses[slot];
-      if (use.owner == 0) continue;
-      const std::uint64_t present = key(use, request.now);
-      const double score = score_of(present);
-      if (!fresh && score >= limit.above) continue;  // used since: like those not collected
-      fading_[kept++] = slot;
-      const bool below =
-          fresh || score < limit.below || (present == limit.same && slot < limit_.slot);
-      if (below && !stays(use, slot, request)) may_go.push_back({present, slot});
+    std::size_t left = 0;
+    for (std::size_t part = 0; part < parts; ++part) {
+      may_go.insert(may_go.end(), found_[part].begin(), found_[part].end());
+      const auto begin = fading_.begin() + static_cast<std::ptrdiff_t>(part * kPart);
+      std::copy_n(begin, kept[part], fading_.begin() + static_cast<std::ptrdiff_t>(left));
+      left += kept[part];
     }
-    fading_.resize(kept);
+    fading_.resize(left);
     if (may_go.size() >= request.wanted || (fresh && limit_ == kEnd)) break;
     start_fading_round(uses, used, size, request);
     fresh = true;
   }
-  sort_first(may_go, std::min(request.wanted, may_go.size()));
+  const std::size_t going = std::min(request.wanted, may_go.size());
+  drop_large(may_go, going);
+  sort_first(may_go, going, merged_);
   for (const SlotKey& at : may_go)
     taken.push_back({at.slot, std::exchange(uses[at.slot].owner, 0u)});
 }

@@ -130,12 +130,37 @@ void SlotMap::count_use(SlotUse& use, uint64_t count) {
   }
 }
 
-void SlotMap::count_uses(const int64_t* slots, size_t n, const int64_t* counts, int) {
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && slots[i + kAhead] >= 0) prefetch_near(&uses_[slots[i + kAhead]]);
-    if (slots[i] >= 0)
-      count_use(uses_[slots[i]], counts == nullptr ? 1 : static_cast<uint64_t>(counts[i]));
+void SlotMap::count_uses(const int64_t* slots, size_t n, const int64_t* counts, int threads) {
+  // Random numbers are drawn in the order of the batch.
+  const size_t owners = config_.policy == SlotPolicy::kLfuLru || n < kChunk ? 1 : threads;
+  const auto add = [&](size_t i) {
+    count_use(uses_[slots[i]], counts == nullptr ? 1 : static_cast<uint64_t>(counts[i]));
+  };
+  if (owners <= 1) {
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n && slots[i + kAhead] >= 0) prefetch_near(&uses_[slots[i + kAhead]]);
+      if (slots[i] >= 0) add(i);
+    }
+    return;
   }
+  // A thread counts the uses of its own lines: every one reads all slots, and keeps those.
+  parallel_for(threads, owners, [&](size_t owner) {
+    uint32_t mine[kChunk];
+    for (size_t begin = 0; begin < n; begin += kChunk) {
+      const size_t end = std::min(n, begin + kChunk);
+      size_t found = 0;
+      for (size_t i = begin; i < end; ++i) {
+        const auto line = static_cast<uint32_t>(slots[i] >> 2);
+        const uint64_t lot = (uint64_t{line * 0x9e3779b1u} * owners) >> 32;
+        mine[found] = static_cast<uint32_t>(i);
+        found += lot == owner && slots[i] >= 0;
+      }
+      for (size_t j = 0; j < found; ++j) {
+        if (j + kAhead < found) prefetch_near(&uses_[slots[mine[j + kAhead]]]);
+        add(mine[j]);
+      }
+    }
+  });
 }
 
 Mapped SlotMap::map(const uint64_t* ids, size_t n, const int64_t* counts, const MapOptions& options,

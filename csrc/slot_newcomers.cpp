@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kPartIds = 1024;  // aimed at: the dedup of a part fits the first-level cache
 constexpr size_t kMostParts = 256;
+constexpr size_t kChunk = 4096;  // ids per task while splitting
 constexpr uint32_t kRefused = kNoSlot;
 
 }  // namespace
@@ -102,20 +103,32 @@ class SlotMap::Newcomers {
       begin_[1] = n;
       return;
     }
-    uint32_t* part = entry_of_;  // memory that is not needed yet
-    std::vector<size_t> next(parts_ + 1);
-    for (size_t i = 0; i < n; ++i) {
-      entry_ids_[i] = ids_[missing_[i]];
-      part[i] = static_cast<uint32_t>(part_of(entry_ids_[i]));
-      ++next[part[i] + 1];
+    const size_t chunks = (n + kChunk - 1) / kChunk;
+    std::vector<uint32_t> next(chunks * parts_);  // chunk by chunk: ids of a part, then their place
+    uint32_t* part = entry_of_;                   // memory that is not needed yet
+    parallel_for(threads_, chunks, [&](size_t chunk) {
+      uint32_t* counts = next.data() + chunk * parts_;
+      for (size_t i = chunk * kChunk; i < std::min(n, (chunk + 1) * kChunk); ++i) {
+        entry_ids_[i] = ids_[missing_[i]];
+        part[i] = static_cast<uint32_t>(part_of(entry_ids_[i]));
+        ++counts[part[i]];
+      }
+    });
+    uint32_t place = 0;
+    for (size_t p = 0; p < parts_; ++p) {
+      begin_[p] = place;
+      for (size_t chunk = 0; chunk < chunks; ++chunk)
+        place += std::exchange(next[chunk * parts_ + p], place);
     }
-    for (size_t p = 0; p < parts_; ++p) next[p + 1] += next[p];
-    begin_ = next;
-    for (size_t i = 0; i < n; ++i) {
-      const size_t to = next[part[i]]++;
-      part_ids_[to] = entry_ids_[i];
-      part_at_[to] = static_cast<uint32_t>(i);
-    }
+    begin_[parts_] = place;
+    parallel_for(threads_, chunks, [&](size_t chunk) {
+      uint32_t* places = next.data() + chunk * parts_;
+      for (size_t i = chunk * kChunk; i < std::min(n, (chunk + 1) * kChunk); ++i) {
+        const uint32_t to = places[part[i]]++;
+        part_ids_[to] = entry_ids_[i];
+        part_at_[to] = static_cast<uint32_t>(i);
+      }
+    });
   }
 
   void find_distinct(size_t part) {

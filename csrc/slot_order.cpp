@@ -18,8 +18,8 @@ constexpr int kLogShift = 59;              // kLfuLru: five bits of logarithm ab
 constexpr std::uint64_t kLargestScore = 0x7fefffffffffffff;  // the bits of the largest double
 
 // Sorts by (key, slot) what is in the order of the slots: least significant digits first, and only
-// the digits that differ.
-void sort_by_key(std::vector<SlotKey>& slots) {
+// the digits that differ. `other` is memory to do it in.
+void sort_by_key(std::vector<SlotKey>& slots, std::vector<SlotKey>& other) {
   if (slots.empty()) return;
   constexpr int kDigit = 11;
   std::uint64_t smallest = slots[0].key, largest = slots[0].key;
@@ -28,7 +28,7 @@ void sort_by_key(std::vector<SlotKey>& slots) {
     largest = std::max(largest, at.key);
   }
   const int bits = std::bit_width(largest - smallest);
-  std::vector<SlotKey> other(bits == 0 ? 0 : slots.size());
+  if (bits != 0) other.resize(slots.size());
   std::vector<std::size_t> places(std::size_t{1} << kDigit);
   for (int shift = 0; shift < bits; shift += kDigit) {
     const auto digit = [&](const SlotKey& at) {
@@ -44,9 +44,9 @@ void sort_by_key(std::vector<SlotKey>& slots) {
 }
 
 // Sorts notes: in the order of the slots if they are of one batch.
-void sort_slots(std::vector<SlotKey>& notes) {
+void sort_slots(std::vector<SlotKey>& notes, std::vector<SlotKey>& other) {
   const auto by_slot = [](const SlotKey& a, const SlotKey& b) { return a.slot < b.slot; };
-  if (std::is_sorted(notes.begin(), notes.end(), by_slot)) return sort_by_key(notes);
+  if (std::is_sorted(notes.begin(), notes.end(), by_slot)) return sort_by_key(notes, other);
   std::sort(notes.begin(), notes.end());
 }
 
@@ -117,34 +117,38 @@ void SlotOrder::scan(std::span<const SlotUse> uses, std::size_t begin, std::size
         if (uses[slot].count <= limit.key >> kLogShift) keep(slot);
       return;
     case SlotPolicy::kDistanceLfu: {
-      // A little more than the limit, for the rounding of the product.
-      const double most = std::bit_cast<double>(std::min(limit.key, kLargestScore)) * (1 + 1e-9);
-      const double* powers = powers_.data();
-      const std::size_t known = powers_.size();
+      const std::uint32_t* most = most_uses_.data();
+      const std::size_t known = most_uses_.size();
       for (std::size_t slot = begin; slot < end; ++slot) {
         const std::uint64_t age = now - uses[slot].last;
-        if (age >= known || static_cast<double>(uses[slot].count) <= most * powers[age]) keep(slot);
+        if (age >= known || uses[slot].count <= most[age]) keep(slot);
       }
       return;
     }
   }
 }
 
-std::vector<SlotKey> SlotOrder::collect(std::span<const SlotUse> uses, SlotKey limit,
-                                        const Request& request) {
+void SlotOrder::collect(std::span<const SlotUse> uses, SlotKey limit, const Request& request,
+                        std::vector<SlotKey>& all) {
   const std::size_t chunks = (uses.size() + kChunk - 1) / kChunk;
-  std::vector<std::vector<SlotKey>> found(chunks);
+  found_.resize(chunks);
+  most_uses_.clear();
+  if (policy_ == SlotPolicy::kDistanceLfu) {
+    // A little more than the limit, for the rounding of the product.
+    const double score = std::bit_cast<double>(std::min(limit.key, kLargestScore)) * (1 + 1e-9);
+    constexpr double kMost = 4294967295.0;
+    for (const double power : powers_) {
+      const double uses_most = score * power;  // not a number where a power is infinite
+      most_uses_.push_back(static_cast<std::uint32_t>(uses_most < kMost ? uses_most : kMost));
+    }
+  }
   parallel_for(request.threads, chunks, [&](std::size_t chunk) {
     const std::size_t end = std::min(uses.size(), (chunk + 1) * kChunk);
-    scan(uses, chunk * kChunk, end, limit, request.now, found[chunk]);
+    found_[chunk].clear();
+    scan(uses, chunk * kChunk, end, limit, request.now, found_[chunk]);
   });
-  std::size_t total = 0;
-  for (const auto& part : found) total += part.size();
-  std::vector<SlotKey> all = std::move(merged_);
   all.clear();
-  all.reserve(total);
-  for (const auto& part : found) all.insert(all.end(), part.begin(), part.end());
-  return all;
+  for (const auto& part : found_) all.insert(all.end(), part.begin(), part.end());
 }
 
 void SlotOrder::note(std::span<const std::uint32_t> slots, const std::uint32_t* counts,
@@ -191,7 +195,7 @@ void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& r
   constexpr std::size_t kAhead = 32;
   // Notes of slots that came and went pile up where nothing is ever taken.
   if (added_.size() > 2 * uses.size()) reset();
-  sort_slots(added_);
+  sort_slots(added_, merged_);
   merge(added_);
   std::size_t size = std::max({used / 32, 4 * request.wanted, kSmallRound});
   std::size_t left = request.wanted;
@@ -203,8 +207,8 @@ void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& r
       held.clear();  // the round finds them again
       reset();
       const SlotKey limit = sampled_limit(uses, used, size, request.now);
-      queue_ = collect(uses, limit, request);
-      sort_by_key(queue_);
+      collect(uses, limit, request, queue_);
+      sort_by_key(queue_, merged_);
       limit_ = limit;
       size *= 4;
       continue;

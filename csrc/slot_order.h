@@ -76,8 +76,8 @@ class SlotOrder {
 
  private:
   // The slots of one round, in order of the slots.
-  std::vector<SlotKey> collect(std::span<const SlotUse> uses, SlotKey limit,
-                               const Request& request);
+  void collect(std::span<const SlotUse> uses, SlotKey limit, const Request& request,
+               std::vector<SlotKey>& all);
   SlotKey sampled_limit(std::span<const SlotUse> uses, std::size_t used, std::size_t size,
                         std::uint64_t now) const;
   // The slots of [begin, end) below the limit, in order of the slots.
@@ -98,6 +98,9 @@ class SlotOrder {
     std::uint64_t same;  // the key of ids that are below it by their slots; kNoLimit: none
   };
   FadedLimit faded_limit(std::uint64_t now) const;
+  std::size_t filter_fading(std::span<const SlotUse> uses, std::size_t begin, std::size_t end,
+                            bool fresh, const FadedLimit& limit, const Request& request,
+                            std::vector<SlotKey>& may_go);
   double power_of(std::uint64_t age) const;
 
   static bool stays(const SlotUse& use, std::uint32_t slot, const Request& request) {
@@ -115,7 +118,10 @@ class SlotOrder {
   std::size_t head_ = 0;
   std::vector<SlotKey> raised_;  // a heap: they had smaller keys in the queue
   std::vector<SlotKey> added_;   // since the last request
-  std::vector<SlotKey> merged_;  // memory for the next queue
+  // Memory that is kept: fresh pages for every round cost more than the work on them.
+  std::vector<SlotKey> merged_;
+  std::vector<std::vector<SlotKey>> found_;
+  std::vector<std::uint32_t> most_uses_;  // by age: a slot with more is above the limit
 
   std::vector<std::uint32_t> fading_;  // slots, ascending
   std::uint64_t fading_since_ = 0;     // time of the round
