@@ -106,6 +106,7 @@ def test_rows_that_are_not_used_expire(tmp_path: Path) -> None:
         (("--ttl", "5steps", "--score", "lfu"), "STEP"),
         (("--ttl", "5s"), "TIMESTAMP"),
         (("--ttl", "soon"), "Nsteps"),
+        (("--ttl", "5steps", "--store", "redis://:s3cret@localhost"), "rows in a store do not"),
         (("--store", "tape:x"), "ssd:FOLDER"),
     ],
 )

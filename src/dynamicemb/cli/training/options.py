@@ -158,6 +158,8 @@ class TrainOptions:
                     raise UsageError(
                         f"{name} is for dynamic tables; --tables is {' '.join(self.tables)}"
                     )
+        if self.ttl != "none" and self.store != "memory":
+            raise UsageError("--ttl is for --store memory: rows in a store do not expire")
         if ZCH in self.tables and self.score == "no_eviction":
             raise UsageError(
                 "--score no_eviction is not for --tables zch, which always makes room for new ids"
