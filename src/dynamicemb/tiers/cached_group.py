@@ -63,7 +63,7 @@ class CachedTableGroup(TableGroup):
             for t, table in self._cached:
                 part = ids[limits[t] : limits[t + 1]]
                 ahead = ReadAhead(torch.unique(part[table.cache.find_slots(part) < 0]).cpu())
-                table.read_ahead(ahead)
+                table.below.read_ahead(ahead)
                 ahead.start(table.store)
                 started.append(ahead)
             self._ahead.append(started)
@@ -72,7 +72,7 @@ class CachedTableGroup(TableGroup):
     def end_read_ahead(self) -> None:
         with self._locked():
             for (_, table), ahead in zip(self._cached, self._ahead.pop(0), strict=True):
-                table.end_read_ahead(ahead)
+                table.below.end_read_ahead(ahead)
 
     def find_or_insert(
         self,

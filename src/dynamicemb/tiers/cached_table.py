@@ -14,7 +14,6 @@ import torch
 from dynamicemb.errors import (
     InsertionError,
     InvalidArgumentError,
-    StoreError,
     UsageError,
     check_integer,
     wrong_type,
@@ -24,20 +23,14 @@ from dynamicemb.options import DynamicEmbInitializerArgs, DynamicEmbTableOptions
 from dynamicemb.table.base import Table
 from dynamicemb.table.create import create_table
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.id_log import IdLog
 from dynamicemb.table.incremental import current_mark
 from dynamicemb.table.rows import Found, Inserted, Lookup, Progress, Rows, TableStats, Written
 from dynamicemb.tiers.base import Store
+from dynamicemb.tiers.below import Below
+from dynamicemb.tiers.changes import Changes
 from dynamicemb.tiers.host import HostStore
-from dynamicemb.tiers.merge import contains_below, export_below, fill_from, join, select
-from dynamicemb.tiers.read_ahead import ReadAhead
-from dynamicemb.tiers.staging import to_device, to_host
-
-#: Ids of written rows that are remembered for ``export(changed_since=)``; beyond them all rows of
-#: the store count as changed.
-_MOST_WRITTEN = 2**22
-#: Marks that are remembered; before them all rows count as changed.
-_MOST_MARKS = 4096
+from dynamicemb.tiers.merge import changed_below, contains_below, export_below, fill_from, select
+from dynamicemb.tiers.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -128,16 +121,11 @@ class CachedTable(Table):
         self.store: Store = store
         self.lock = threading.RLock()
         self.evictions = 0  # grows when a row leaves the cache
-        self._only_cached: int | None = 0  # rows that the store does not have; None: not known
-        self._unwritten: list[Rows] = []  # left the cache, and the store did not take them yet
+        self._changes = Changes()
+        self.below = Below(store, self._changes)
         self._flushed_at: int | None = None  # a mark of the cache
-        self._brought_up = self._written_back = self._cache_misses = 0
-        self._ahead: list[ReadAhead] = []
+        self._brought_up = self._cache_misses = 0
         self._alone: TableGroup | None = None
-        self._mark = 0  # the last one that was handed out
-        self._cache_marks: dict[int, int] = {}  # the cache's own, for each of the last ones
-        self._written: IdLog | None = None  # ids whose rows were written to the store
-        self._removed: IdLog | None = None  # ids that left the whole
 
     # ---- what it is ----
 
@@ -163,13 +151,13 @@ class CachedTable(Table):
 
     def size(self) -> int:
         with self.lock:
-            if self._only_cached is None or self._unwritten:
-                self._drain()
-                self._only_cached = sum(
+            self.below.drain()
+            if self.below.only_cached is None:
+                self.below.only_cached = sum(
                     int((~self.store.contains(rows.ids.cpu())).sum())
                     for rows in self.cache.export()
                 )
-            return self.store.size() + self._only_cached
+            return self.store.size() + self.below.only_cached
 
     def stats(self) -> TableStats:
         """Of the table as a whole, the store included."""
@@ -197,7 +185,7 @@ class CachedTable(Table):
                 hits=looked_up - self._cache_misses,
                 misses=self._cache_misses,
                 brought_up=self._brought_up,
-                written_back=self._written_back,
+                written_back=self.below.written_back,
                 size=stats.size,
                 capacity=stats.capacity,
                 bytes=stats.bytes,
@@ -206,7 +194,7 @@ class CachedTable(Table):
     def reset_stats(self) -> None:
         with self.lock:
             self.cache.reset_stats()
-            self._brought_up = self._written_back = self._cache_misses = 0
+            self._brought_up = self.below.written_back = self._cache_misses = 0
 
     # ---- between the cache and the store ----
 
@@ -224,8 +212,7 @@ class CachedTable(Table):
             missing = torch.unique(ids[self.cache.find_slots(ids) < 0]).cpu()
             if not len(missing):
                 return 0
-            self._drain()
-            rows = self._from_store(missing)
+            rows = self.below.find(missing)
             if not len(rows):
                 return len(missing)
             if group is None:
@@ -247,92 +234,34 @@ class CachedTable(Table):
                 )
             return len(missing)
 
-    def _from_store(self, ids: torch.Tensor) -> Rows:
-        """The rows of distinct ids that the store has."""
-        parts = []
-        for ahead in self._ahead:
-            rows, ids = ahead.take(ids)
-            parts.append(rows)
-        found = self.store.find(ids)
-        parts.append(select(Rows(ids, found.embeddings, found.state, found.scores), found.found))
-        return join(parts)
-
     def write_back(self, rows: Rows) -> None:
         """Hand rows that left the cache to the store. What it does not take is kept and offered
         again by the next call that needs the store."""
         if not len(rows):
             return
-        rows = to_host(rows)
         with self.lock:
             self.evictions += 1
-            self._changes_below(rows.ids)
-            self._unwritten.append(rows)
-            self._drain()
-
-    def _changes_below(self, ids: torch.Tensor) -> None:
-        """The store's rows of these ids are about to change."""
-        self._forget(ids)
-        if self._written is not None:
-            self._written.add(self._mark, ids)
-
-    def _insert_below(self, rows: Rows) -> None:
-        """Write rows that are not in the cache to the store."""
-        rows = to_host(rows)
-        self._only_cached = None
-        self._changes_below(rows.ids)
-        self._drain()
-        self.store.insert(rows)
-        self._note_dropped()
-
-    def _note_dropped(self) -> None:
-        if self._removed is not None:
-            self._removed.add(self._mark, self.store.take_dropped())
-
-    def _forget(self, ids: torch.Tensor) -> None:
-        """The store's rows of these ids change: what was read ahead of them is not the truth."""
-        for ahead in self._ahead:
-            ahead.forget(ids)
-
-    def _drain(self) -> None:
-        while self._unwritten:
-            rows = self._unwritten[0]
-            only_cached, self._only_cached = self._only_cached, None
-            try:
-                new = self.store.insert_counting(rows)
-            except StoreError as error:
-                if error.kept:
-                    del self._unwritten[0]
-                raise
-            if only_cached is not None and new is not None:
-                self._only_cached = only_cached - new
-            self._written_back += len(rows)
-            del self._unwritten[0]
-            self._note_dropped()
+            self.below.take(rows)
 
     def flush(self) -> None:
         """Write the rows of the cache that changed since the last flush to the store, and flush the
         store: then it holds everything."""
         with self.lock:
-            self._drain()
-            self._only_cached = None
+            self.below.drain()
+            self.below.only_cached = None
             mark = current_mark(self.cache)
             for rows in self.cache.export(changed_since=self._flushed_at):
-                rows = to_host(rows)
-                self._forget(rows.ids)
-                self.store.insert(rows)
-                self._written_back += len(rows)
+                self.below.copy(rows)
             self._flushed_at = mark
-            self._only_cached = 0
-            self._note_dropped()
-            self.store.flush()
+            self.below.flushed()
 
     def drop_cache(self) -> None:
         """Flush, then empty the cache."""
         with self.lock:
             self.flush()
-            if self._written is not None:
+            if self._changes.tracked:
                 for rows in self.cache.export():
-                    self._written.add(self._mark, rows.ids.cpu())
+                    self._changes.written(rows.ids.cpu())
             self.cache.clear()
             self.evictions += 1
 
@@ -356,20 +285,15 @@ class CachedTable(Table):
         with self.lock:
             note = self.store.load_snapshot(name)
             self._start_again()
-            for log in (self._written, self._removed):
-                if log is not None:
-                    log.forget(self._mark)
+            self._changes.forget()
             return note
 
     def _start_again(self) -> None:
         """The store has other rows: none of the cache, or that waits, counts any more."""
         self.cache.clear()
-        self._unwritten.clear()
-        self._only_cached = 0
+        self.below.start_again()
         self._flushed_at = None
         self.evictions += 1
-        for ahead in self._ahead:
-            ahead.forget_all()
 
     # ---- reading ----
 
@@ -377,7 +301,7 @@ class CachedTable(Table):
         ids = self.check_ids("ids", ids)
         with self.lock:
             found = self.cache.find(ids)
-            self._drain()
+            self.below.drain()
             fill_from(self.store, ids, found)
             return found
 
@@ -389,7 +313,7 @@ class CachedTable(Table):
         ids = self.check_ids("ids", ids)
         with self.lock:
             found = self.cache.contains(ids)
-            self._drain()
+            self.below.drain()
             contains_below(self.store, ids, found)
             return found
 
@@ -411,7 +335,7 @@ class CachedTable(Table):
         of_cache = None
         if changed_since is not None:
             changed_since = check_integer("changed_since", changed_since, minimum=1)
-            of_cache = self._cache_marks.get(changed_since)
+            of_cache = self._changes.of_cache(changed_since)
             if of_cache is None:  # too old to know: all rows
                 score_threshold = None
         cached = self.cache.export(
@@ -423,7 +347,7 @@ class CachedTable(Table):
         self, cached: Iterator[Rows], batch_size: int, threshold: int | None, mark: int | None
     ) -> Iterator[Rows]:
         with self.lock:
-            self._drain()
+            self.below.drain()
         yield from cached
 
         def above(ids: torch.Tensor) -> torch.Tensor:
@@ -431,70 +355,35 @@ class CachedTable(Table):
 
         if mark is None:
             below = export_below(self.store, above, batch_size, threshold)
-        elif (
-            self._written is None
-            or mark < self._written.known_since
-            or mark not in self._cache_marks
-        ):
+        elif (changed := self._changes.written_after(mark)) is None:
             below = export_below(self.store, above, batch_size)  # which of them is not known
         else:
-            changed = self._written.after(mark)
             changed = changed[~above(changed)]
-            below = self._below(changed, above, batch_size, threshold)
+            below = changed_below(self.store, changed, above, batch_size, threshold)
         for rows in below:
             yield to_device(rows, self.device)
-
-    def _below(
-        self,
-        changed: torch.Tensor,
-        above: Callable[[torch.Tensor], torch.Tensor],
-        batch_size: int,
-        threshold: int | None,
-    ) -> Iterator[Rows]:
-        """The store's rows of these ids, and those with a score of at least ``threshold``."""
-        for ids in changed.split(batch_size) if len(changed) else ():
-            found = self.store.find(ids)
-            rows = Rows(ids, found.embeddings, found.state, found.scores)
-            if bool(found.found.any()):
-                yield select(rows, found.found)
-        if threshold is not None:
-            for rows in export_below(self.store, above, batch_size, threshold):
-                others = ~torch.isin(rows.ids, changed)
-                if bool(others.any()):
-                    yield select(rows, others)
 
     # ---- changes ----
 
     def mark_changes(self) -> int:
         with self.lock:
-            of_cache = self.cache.mark_changes()
-            self._mark += 1
-            self._cache_marks[self._mark] = of_cache
-            if len(self._cache_marks) > _MOST_MARKS:
-                del self._cache_marks[min(self._cache_marks)]
-            if self._written is None:
-                self._written = IdLog(_MOST_WRITTEN, self._mark)
-            return self._mark
+            return self._changes.mark(self.cache.mark_changes())
 
     def log_removals(self, limit: int | None = None) -> None:
         with self.lock:
             limit = 2**20 if limit is None else check_integer("limit", limit, minimum=1)
-            mark = self.mark_changes()
-            if self._removed is None:
-                self._removed = IdLog(limit, mark)
-            else:
-                self._removed.set_limit(limit)
+            self.mark_changes()
+            self._changes.log_removals(limit)
             self.store.log_drops()
 
     @property
     def logs_removals(self) -> bool:
-        return self._removed is not None
+        return self._changes.logs_removals
 
     def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
         with self.lock:
-            assert self._removed is not None
-            ids = self._removed.after(mark).to(self.device)
-            return self._removed.known_since, ids
+            known_since, ids = self._changes.removed_after(mark)
+            return known_since, ids.to(self.device)
 
     # ---- writing ----
 
@@ -529,8 +418,8 @@ class CachedTable(Table):
         to the whole."""
         before = self.cache.stats().inserts
         yield
-        if self._only_cached is not None:
-            self._only_cached += self.cache.stats().inserts - before
+        if self.below.only_cached is not None:
+            self.below.only_cached += self.cache.stats().inserts - before
 
     def insert(
         self,
@@ -550,7 +439,7 @@ class CachedTable(Table):
                 if state is None:
                     state = self._known_state(ids)
                 here = self.cache.assign(ids, embeddings, state=state, scores=scores)
-                self._insert_below(select(Rows(ids, embeddings, state, scores), ~here))
+                self.below.insert(select(Rows(ids, embeddings, state, scores), ~here))
                 return Written(torch.ones_like(here), none)
             # Scores come from the table's strategy: through the cache, a part at a time.
             written = []
@@ -593,7 +482,7 @@ class CachedTable(Table):
             found = self.find(ids[rest])
             there = found.found
             at = rest[there]
-            self._insert_below(
+            self.below.insert(
                 Rows(
                     ids[at],
                     embeddings[at].detach(),
@@ -607,20 +496,17 @@ class CachedTable(Table):
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
         with self.lock:
-            self._drain()
-            self._only_cached = None
-            self._forget(ids.cpu())
-            below = self.store.erase(ids.cpu()).to(self.device)
+            below = self.below.erase(ids.cpu()).to(self.device)
             removed = self.cache.erase(ids) | below
-            if self._removed is not None:
-                self._removed.add(self._mark, ids[removed].cpu())
+            if self._changes.logs_removals:
+                self._changes.removed(ids[removed].cpu())
             return removed
 
     def clear(self) -> None:
         with self.lock:
-            if self._removed is not None:
+            if self._changes.logs_removals:
                 for rows in self.export():
-                    self._removed.add(self._mark, rows.ids.cpu())
+                    self._changes.removed(rows.ids.cpu())
             self.store.clear()
             self._start_again()
 
@@ -636,7 +522,7 @@ class CachedTable(Table):
             if checked.kind is not self.cache.optimizer.kind:
                 if checked.state_dim(self.dim) == self.state_dim:
                     self._restart_state(checked)
-                elif self.store.size() or self._unwritten or self.store.snapshots():
+                elif not self.below.empty:
                     raise UsageError(
                         f"the store of table {self.name!r} has rows with the state of "
                         f"{self.cache.optimizer.kind.name}; another kind of optimizer "
@@ -649,7 +535,7 @@ class CachedTable(Table):
 
     def _restart_state(self, optimizer: Optimizer) -> None:
         """The state of all rows below starts again, for an optimizer with as many numbers."""
-        self._drain()
+        self.below.drain()
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         ids = torch.cat([none, *(rows.ids for rows in self.store.export())])
         initial = optimizer.initial_state(self.dim).cpu()
@@ -657,10 +543,8 @@ class CachedTable(Table):
             found = self.store.find(part)
             state = initial.expand_as(found.state).contiguous()
             self.store.insert(Rows(part, found.embeddings, state, found.scores))
-        self._forget(ids)
-        self._cache_marks.clear()  # all rows changed
-        if self._written is not None:
-            self._written.forget(self._mark)
+        self.below.forget(ids)
+        self._changes.forget_rows()
 
     def make_group(self, tables: Sequence[Table]) -> TableGroup:
         from dynamicemb.tiers.cached_group import CachedTableGroup  # it imports this module
@@ -706,22 +590,9 @@ class CachedTable(Table):
         }
         return _restore_table, (self.options, settings, self.state_dict())
 
-    # ---- reading ahead ----
-
     def count_cache_misses(self, missing: int) -> None:
         """For :meth:`cache_stats`."""
         self._cache_misses += missing
-
-    def read_ahead(self, ahead: ReadAhead) -> None:
-        """Rows of a later batch are being read by another thread; they are used when they come
-        up."""
-        with self.lock:
-            self._ahead.append(ahead)
-
-    def end_read_ahead(self, ahead: ReadAhead) -> None:
-        """``ahead`` was used, or nobody will: it need not be told of changes any longer."""
-        with self.lock:
-            self._ahead.remove(ahead)
 
 
 def _restore_table(

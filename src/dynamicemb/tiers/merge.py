@@ -67,3 +67,24 @@ def join(parts: Sequence[Rows]) -> Rows:
         torch.cat([rows.state for rows in full]),
         torch.cat([rows.scores for rows in full]),
     )
+
+
+def changed_below(
+    store: Store,
+    changed: torch.Tensor,
+    above: Callable[[torch.Tensor], torch.Tensor],
+    batch_size: int,
+    threshold: int | None,
+) -> Iterator[Rows]:
+    """The store's rows of the ids ``changed``, and those that are not ``above`` with a score of at
+    least ``threshold``."""
+    for ids in changed.split(batch_size) if len(changed) else ():
+        found = store.find(ids)
+        rows = Rows(ids, found.embeddings, found.state, found.scores)
+        if bool(found.found.any()):
+            yield select(rows, found.found)
+    if threshold is not None:
+        for rows in export_below(store, above, batch_size, threshold):
+            others = ~torch.isin(rows.ids, changed)
+            if bool(others.any()):
+                yield select(rows, others)
