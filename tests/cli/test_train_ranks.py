@@ -22,7 +22,7 @@ from dynamicemb.cli.app import main
 from dynamicemb.cli.training.ranks import Ranks as RunRanks
 from dynamicemb.cli.training.ranks import start_ranks
 from dynamicemb.cli.training.stream import ClickStream
-from dynamicemb.errors import UsageError
+from dynamicemb.errors import InvalidArgumentError, UsageError
 from dynamicemb.serving import ServingTable
 from ranks import Ranks
 
@@ -228,4 +228,27 @@ def test_several_processes_are_for_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path, "--nproc", "2", "--device", "cuda") == 2
-    assert "--nproc is for the CPU" in capsys.readouterr().err
+    assert "several processes are for the CPU" in capsys.readouterr().err
+
+
+def test_torchrun_starts_the_processes_too(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    line = ("train", *SMALL, "--out", str(tmp_path / "run"), "--days", "1")
+    run = subprocess.run(
+        [*torchrun, "2", "-m", "dynamicemb.cli", *line],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("report: ") == 1  # one of the two speaks
+    assert train(tmp_path / "alone", "--days", "1") == 0
+    assert_same_auc(points(tmp_path / "alone"), points(tmp_path / "run"), "dynamic")
+
+
+def test_torchrun_and_nproc_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgumentError, match="the processes of torchrun"):
+        command.main([*SMALL, "--nproc", "3"])

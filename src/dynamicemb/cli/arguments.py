@@ -54,8 +54,9 @@ def flag_of(name: str) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """ "; did you mean ...?", or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    by_text = {one.lstrip("-"): one for one in known}  # dashes are no likeness
+    close = difflib.get_close_matches(name.lstrip("-"), by_text, n=1)
+    return f"; did you mean {by_text[close[0]]}?" if close else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,13 +56,18 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.tensorboard is not None:  # what is missing is said before anything is done
         import_module("dynamicemb.cli.training.board")
+    from dynamicemb.cli.training.ranks import join_ranks, start_ranks, torchrun_size
+
+    size = torchrun_size()
+    if size is not None and options.nproc not in (1, size):
+        raise wrong_value("--nproc", options.nproc, f"{size}, the processes of torchrun, or none")
+    options = replace(options, nproc=size or options.nproc)
     if options.nproc == 1:
         return train_on(None, options)
-    from dynamicemb.cli.training.ranks import start_ranks
-
     if options.device not in ("auto", "cpu"):
-        raise UsageError(f"--nproc is for the CPU; --device is {options.device}")
-    return start_ranks(options.nproc, train_on, options)
+        raise UsageError(f"several processes are for the CPU; --device is {options.device}")
+    start = start_ranks if size is None else join_ranks
+    return start(options.nproc, train_on, options)
 
 
 def train_on(ranks: Ranks | None, options: TrainOptions) -> int:

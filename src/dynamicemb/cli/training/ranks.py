@@ -79,6 +79,19 @@ def start_ranks(size: int, work: Callable[..., int], *args: Any) -> int:
         return max(int(one.read_text()) for one in Path(folder).glob("result-*"))
 
 
+def torchrun_size() -> int | None:
+    """How many processes torchrun started, of which this is one; ``None``: it was not torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def join_ranks(size: int, work: Callable[..., int], *args: Any) -> int:
+    """``work(ranks, *args)`` in this process, one of the ``size`` that torchrun started."""
+    dist.init_process_group("gloo")
+    result = work(Ranks(dist.get_rank(), size), *args)
+    dist.destroy_process_group()
+    return result
+
+
 @contextmanager
 def _signals_to(processes: Sequence[int]) -> Iterator[None]:
     """Ctrl-C reaches all processes of a terminal, so this one only waits; SIGTERM is passed on."""
