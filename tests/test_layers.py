@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +66,10 @@ def test_what_all_layers_use_imports_none_of_them() -> None:
             imported[module] = {name for name in names if layer_of(name) is not None}
     assert {"dynamicemb.errors", "dynamicemb.options"} <= used
     assert {name: imported[name] for name in used if imported.get(name)} == {}
+
+
+def test_modules_of_tests_have_different_names() -> None:
+    """They are imported by their names alone, in one process."""
+    files = [file for file in Path(__file__).parent.rglob("*.py") if file.name != "conftest.py"]
+    names = Counter(file.name for file in files if file.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

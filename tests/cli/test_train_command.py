@@ -99,7 +99,9 @@ def start_in_a_terminal(*arguments: str) -> tuple[int, int]:
     """(process, terminal) of a command that has a terminal of 120 columns to itself."""
     process, terminal = pty.fork()
     if process == 0:  # in the command's process, until it is replaced
-        environment = {**os.environ, "TERM": "xterm-256color"}
+        size = ("COLUMNS", "LINES")  # the terminal's own counts
+        environment = {name: text for name, text in os.environ.items() if name not in size}
+        environment["TERM"] = "xterm-256color"
         os.execve(sys.executable, [sys.executable, "-m", "dynamicemb.cli", *arguments], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     return process, terminal
@@ -128,7 +130,9 @@ def test_ctrl_c_in_a_terminal_ends_with_a_checkpoint_and_leaves_the_screen_clean
         "train", *options, "--out", str(tmp_path), "--days", "300", "--delta-steps", "5"
     )
     try:
-        shown = read_until(terminal, b"ceiling", b"evictions", b"examples/s", b"delta ")
+        wanted = (b"ceiling", b"evictions", b"examples/s", b"delta ")
+        shown = read_until(terminal, *wanted)
+        assert all(text in shown for text in wanted), shown.decode()
         os.write(terminal, b"\x03")
         rest = read_until(terminal)
     finally:

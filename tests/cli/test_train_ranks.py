@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import failing_rank
 import pytest
-import rank_work
 import torch
 from training_runs import every_item, points
 
@@ -221,7 +221,7 @@ def test_rows_expire_on_two_processes_and_a_last_batch_may_be_odd(
 
 def test_a_mistake_that_a_process_finds_reaches_the_command() -> None:
     with pytest.raises(UsageError, match="rank 1 does not like it"):
-        start_ranks(2, rank_work.fails_on_the_last)
+        start_ranks(2, failing_rank.fails_on_the_last)
 
 
 def test_several_processes_are_for_the_cpu(
