@@ -85,11 +85,12 @@ void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots, i
 
 // ---- a batch ----
 
-void SlotMap::find_known(const uint64_t* ids, size_t n, const MapOptions& options, int64_t* slots,
+void SlotMap::find_known(const uint64_t* ids, size_t n, const int64_t* counts,
+                         const MapOptions& options, int64_t* slots,
                          std::vector<uint32_t>& missing) {
   const size_t chunks = (n + kChunk - 1) / kChunk;
   std::vector<std::vector<uint32_t>> missing_of(chunks);
-  const bool counted = counts_uses();
+  const bool counted = counts_uses(), alone = options.threads <= 1;
   parallel_for(options.threads, chunks, [&](size_t chunk) {
     const size_t begin = chunk * kChunk, count = std::min(kChunk, n - begin);
     uint32_t found[kChunk], without[kChunk];
@@ -102,7 +103,11 @@ void SlotMap::find_known(const uint64_t* ids, size_t n, const MapOptions& option
       misses += !there;
     }
     missing_of[chunk].assign(without, without + misses);
-    if (counted) return;
+    if (counted) {
+      if (alone)  // while their lines are near
+        count_uses(slots + begin, count, counts == nullptr ? nullptr : counts + begin, 1);
+      return;
+    }
     for (size_t i = 0; i < count; ++i) {
       if (i + kAhead < count && found[i + kAhead] != kNoSlot)
         prefetch_near(&uses_[found[i + kAhead]]);
@@ -169,8 +174,8 @@ Mapped SlotMap::map(const uint64_t* ids, size_t n, const int64_t* counts, const 
   time_ = options.time;
   Mapped mapped;
   std::vector<uint32_t> missing;
-  find_known(ids, n, options, slots, missing);
-  if (counts_uses()) count_uses(slots, n, counts, options.threads);
+  find_known(ids, n, counts, options, slots, missing);
+  if (counts_uses() && options.threads > 1) count_uses(slots, n, counts, options.threads);
   SlotOrder::Request request = going(0, options.threads);
   request.spare_used_now = true;
   std::vector<uint64_t> used_bits;

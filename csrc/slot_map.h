@@ -96,8 +96,8 @@ class SlotMap {
   bool counts_uses() const {
     return config_.policy != SlotPolicy::kLru && config_.policy != SlotPolicy::kTtl;
   }
-  void find_known(const uint64_t* ids, size_t n, const MapOptions& options, int64_t* slots,
-                  std::vector<uint32_t>& missing);
+  void find_known(const uint64_t* ids, size_t n, const int64_t* counts, const MapOptions& options,
+                  int64_t* slots, std::vector<uint32_t>& missing);
   void count_use(SlotUse& use, uint64_t count);
   void count_uses(const int64_t* slots, size_t n, const int64_t* counts, int threads);
   // Gives the id a position in its bucket; false: the bucket is full.
