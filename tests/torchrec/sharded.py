@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -34,6 +35,7 @@ from dynamicemb.shard import (
 from dynamicemb.table import Table
 
 ROWS = 64
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.3}
 #: Table -> its features. "shared" is a feature of two tables.
 FEATURES = {"users": ["user", "friend", "shared"], "goods": ["item", "shared"]}
 DIMS = {"users": 8, "goods": 12}
@@ -292,3 +294,20 @@ def train(
         dist.all_reduce(total)
         losses.append(total / dist.get_world_size())
     return losses
+
+
+def wide(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same features with ids all over the 64-bit range."""
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=wide_ids(features.values()),
+        lengths=features.lengths(),
+        weights=features.weights_or_none(),
+        stride=features.stride(),
+    )
+
+
+def wide_ids(ids: torch.Tensor) -> torch.Tensor:
+    special = torch.tensor([0, -1, -2, -3, -4, -(2**63), 2**63 - 1, 2**31])
+    spread = ids * -7046029254386353131  # odd: different ids stay different
+    return torch.where(ids < len(special), special[ids.clamp(max=len(special) - 1)], spread)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.streamable import Pipelineable
 
 from dynamicemb import (
     DynamicEmbInitializerArgs,
@@ -35,25 +32,7 @@ from dynamicemb.nn.discovery import find_collections
 from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
 from ranks import Ranks
 
-SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.3}
 BATCH = 12
-
-
-def wide(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same features with ids all over the 64-bit range."""
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=wide_ids(features.values()),
-        lengths=features.lengths(),
-        weights=features.weights_or_none(),
-        stride=features.stride(),
-    )
-
-
-def wide_ids(ids: torch.Tensor) -> torch.Tensor:
-    special = torch.tensor([0, -1, -2, -3, -4, -(2**63), 2**63 - 1, 2**31])
-    spread = ids * -7046029254386353131  # odd: different ids stay different
-    return torch.where(ids < len(special), special[ids.clamp(max=len(special) - 1)], spread)
 
 
 # ---- W ranks are one rank ----
@@ -69,11 +48,11 @@ def trained_rows(
     }
     net = sharded.Net(sharded.configs(bags))
     torch.manual_seed(5 if rank == 0 else rank)
-    model = sharded.dynamic_model(net, SGD, world_size, dedup=dedup, options=options)
+    model = sharded.dynamic_model(net, sharded.SGD, world_size, dedup=dedup, options=options)
     sizes = sharded.even(BATCH, world_size)
-    batches = [sharded.share(wide(sharded.batch(s, BATCH)), sizes, rank) for s in range(10)]
+    batches = [sharded.share(sharded.wide(sharded.batch(s, BATCH)), sizes, rank) for s in range(10)]
     losses = torch.stack(sharded.train(model, batches))
-    rows = sharded.dynamic_rows(model, wide_ids(torch.arange(sharded.ROWS)))
+    rows = sharded.dynamic_rows(model, sharded.wide_ids(torch.arange(sharded.ROWS)))
     # The same tensors for every sender: results travel to the parent as numbers.
     return {"losses": losses, **rows}
 
@@ -153,7 +132,7 @@ def counted(rank: int, world_size: int, *, bags: bool, dedup: bool) -> None:
         ),
     }
     model = sharded.dynamic_model(
-        sharded.Net(tables), SGD, world_size, dedup=dedup, options=options
+        sharded.Net(tables), sharded.SGD, world_size, dedup=dedup, options=options
     )
     whole = [sharded.batch(step, BATCH) for step in range(8)]
     sizes = sharded.even(BATCH, world_size)
@@ -245,10 +224,10 @@ def scheduled(rank: int, world_size: int) -> None:
     for kind in ("static", "dynamic"):
         net = sharded.Net(tables)
         if kind == "static":
-            model = sharded.static_model(net, SGD, world_size)
+            model = sharded.static_model(net, sharded.SGD, world_size)
             sharded.set_static(model, start)
         else:
-            model = sharded.dynamic_model(net, SGD, world_size)
+            model = sharded.dynamic_model(net, sharded.SGD, world_size)
             sharded.insert_owned(model, start)
         assert dict(in_backward_optimizer_filter(model.named_parameters())) == {}
         dense = KeyedOptimizerWrapper(
@@ -276,219 +255,6 @@ def test_learning_rate_schedulers_act(ranks: Ranks) -> None:
     ranks.run(1, scheduled)
 
 
-# ---- pipelines ----
-
-
-@dataclass
-class Batch(Pipelineable):
-    features: KeyedJaggedTensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.features.to(device=device, non_blocking=non_blocking))
-
-    def record_stream(self, stream: Any) -> None:
-        self.features.record_stream(stream)
-
-    def pin_memory(self) -> Batch:
-        return Batch(self.features.pin_memory())
-
-
-class Piped(nn.Module):
-    """The model in the shape that train pipelines want."""
-
-    def __init__(self, net: sharded.Net) -> None:
-        super().__init__()
-        self.collection = net.collection
-        self.bags = net.bags
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = sharded.loss_of(self.collection(batch.features), batch.features, self.bags)
-        return loss, loss.detach()
-
-
-def prefetching(model: DistributedModelParallel, batches: list[Batch]) -> list[torch.Tensor]:
-    """Training in the order of TorchRec's prefetch pipeline, which itself needs CUDA streams: rows
-    of the next batch are prefetched after the forward and before the backward of this one."""
-    collection = model.module.collection
-    bags = model.module.bags
-
-    def start(one: Batch) -> tuple[Batch, Any, Any]:
-        context = collection.create_context()
-        given = collection.input_dist(context, one.features).wait().wait()
-        collection.prefetch(dist_input=given, ctx=context)
-        return one, context, given
-
-    losses = []
-    ready = start(batches[0])
-    for after in [*batches[1:], None]:
-        one, context, given = ready
-        out = collection.compute_and_output_dist(context, given)
-        loss = sharded.loss_of(out, one.features, bags)
-        if after is not None:
-            ready = start(after)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def piped(rank: int, world_size: int, *, bags: bool, dedup: bool) -> None:
-    tables = sharded.configs(bags)
-    sizes = sharded.even(BATCH, world_size)
-    batches = [
-        Batch(sharded.share(wide(sharded.batch(step, BATCH)), sizes, rank)) for step in range(8)
-    ]
-    options = {
-        "users": DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy.LFU),
-        "goods": DynamicEmbTableOptions(score_strategy=DynamicEmbScoreStrategy.STEP),
-    }
-    results = []
-    for pipeline in ("none", "sparse_dist", "prefetch"):
-        torch.manual_seed(3)
-        model = sharded.dynamic_model(
-            Piped(sharded.Net(tables)), SGD, world_size, dedup=dedup, options=options
-        )
-        losses = []
-        if pipeline == "prefetch":
-            losses = prefetching(model, batches)
-        elif pipeline == "sparse_dist":
-            running = TrainPipelineSparseDist(model, model.fused_optimizer, sharded.CPU)
-            stream = iter(batches)
-            losses = [running.progress(stream) for _ in batches]
-        else:
-            for one in batches:
-                loss, _ = model(one)
-                loss.backward()
-                losses.append(loss.detach())
-        rows = sharded.dynamic_rows(model, wide_ids(torch.arange(sharded.ROWS)))
-        users = sharded.dynamic_tables(model)["users"]
-        scores = users.find(wide_ids(torch.arange(sharded.ROWS))).scores
-        results.append((losses, rows, scores))
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
-
-
-def test_train_pipelines_give_the_same_losses(ranks: Ranks) -> None:
-    ranks.run(2, piped, bags=False, dedup=True)
-    ranks.run(2, piped, bags=True, dedup=False)
-
-
-# ---- batches of every shape ----
-
-
-def unequal(rank: int, world_size: int, *, bags: bool) -> None:
-    """Ranks without an id and batches of different sizes, against TorchRec's own tables."""
-    tables = sharded.configs(bags)
-    start = sharded.rows_at_start(tables)
-    shapes = [[6, 6], [5, 5], [4, 4], [4, 4]]
-    if not bags:  # TorchRec's pooled tables over gloo need one size on all ranks
-        shapes[:2] = [[7, 5], [1, 11]]
-    without_ids = [[], [], [1], [0, 1]]
-    batches = []
-    for step, (sizes, empty) in enumerate(zip(shapes, without_ids, strict=True)):
-        one = sharded.share(sharded.batch(step, sum(sizes)), sizes, rank)
-        if rank in empty:  # as a data loader may make it: with other element types
-            one = KeyedJaggedTensor(
-                keys=one.keys(),
-                values=torch.empty(0, dtype=torch.int32),
-                lengths=torch.zeros(len(one.lengths()), dtype=torch.int32),
-                stride=sizes[rank],
-            )
-        batches.append(one)
-    static = sharded.static_model(sharded.Net(tables), SGD, world_size)
-    sharded.set_static(static, start)
-    plain = [
-        KeyedJaggedTensor(
-            keys=one.keys(),
-            values=one.values().to(torch.int64),
-            lengths=one.lengths().to(torch.int64),
-            stride=one.stride(),
-        )
-        for one in batches
-    ]
-    expected = sharded.train(static, plain)
-    expected_rows = sharded.static_rows(static)
-    for dedup in (False,) if bags else (False, True):
-        model = sharded.dynamic_model(sharded.Net(tables), SGD, world_size, dedup=dedup)
-        sharded.insert_owned(model, start)
-        losses = sharded.train(model, batches)
-        torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
-        rows = sharded.dynamic_rows(model, torch.arange(sharded.ROWS))
-        torch.testing.assert_close(rows, expected_rows, rtol=1e-6, atol=1e-6)
-
-
-def test_ranks_without_ids_and_of_different_sizes(ranks: Ranks) -> None:
-    ranks.run(2, unequal, bags=False)
-    ranks.run(2, unequal, bags=True)
-
-
-def ragged(step: int, rank: int, examples: int) -> KeyedJaggedTensor:
-    """A batch whose features repeat examples: each has distinct ones and where they go. Ranks have
-    the same number, as TorchRec needs over gloo."""
-    strides = [[(3 * step + number) % 4 + 1] for number in range(len(sharded.KEYS))]
-    generator = torch.Generator().manual_seed(31 * step + rank)
-    lengths = torch.randint(0, 4, (sum(s[0] for s in strides),), generator=generator)
-    inverse = torch.stack(
-        [torch.randint(0, s[0], (examples,), generator=generator) for s in strides]
-    )
-    return KeyedJaggedTensor(
-        keys=sharded.KEYS,
-        values=torch.randint(0, sharded.ROWS, (int(lengths.sum()),), generator=generator),
-        lengths=lengths,
-        stride_per_key_per_rank=strides,
-        inverse_indices=(sharded.KEYS, inverse),
-    )
-
-
-def plain(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same batch with every example written out."""
-    examples = features.inverse_indices()[1].shape[1]
-    values, lengths = [], []
-    for key, inverse in zip(features.keys(), features.inverse_indices()[1], strict=True):
-        parts = features[key].values().split(features[key].lengths().tolist())
-        values.extend(parts[one] for one in inverse.tolist())
-        lengths.append(features[key].lengths()[inverse])
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=torch.cat(values),
-        lengths=torch.cat(lengths),
-        stride=examples,
-    )
-
-
-def variable(rank: int, world_size: int, *, bags: bool) -> None:
-    mean = sharded.PoolingType.MEAN
-    tables = sharded.configs(bags, {"users": mean, "goods": mean})
-    start = sharded.rows_at_start(tables)
-    batches = [ragged(step, rank, 6) for step in range(6)]
-    static = sharded.static_model(sharded.Net(tables), SGD, world_size)
-    sharded.set_static(static, start)
-    expected = sharded.train(static, batches)
-    expected_rows = sharded.static_rows(static)
-    model = sharded.dynamic_model(sharded.Net(tables), SGD, world_size)
-    sharded.insert_owned(model, start)
-    losses = sharded.train(model, batches)
-    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
-    rows = sharded.dynamic_rows(model, torch.arange(sharded.ROWS))
-    torch.testing.assert_close(rows, expected_rows, rtol=1e-6, atol=1e-6)
-    if world_size > 1 or not bags:  # there TorchRec's gradients are not those of the written out
-        return
-    # Two groups, which TorchRec's tables refuse on the CPU: against the batch written out.
-    tables = sharded.configs(bags, {"users": mean})
-    results = []
-    for given in (batches, [plain(one) for one in batches]):
-        model = sharded.dynamic_model(sharded.Net(tables), SGD, world_size)
-        sharded.insert_owned(model, start)
-        losses = sharded.train(model, given)
-        results.append((losses, sharded.dynamic_rows(model, torch.arange(sharded.ROWS))))
-    torch.testing.assert_close(results[0], results[1], rtol=2e-6, atol=2e-6)
-
-
-def test_a_batch_size_for_each_feature(ranks: Ranks) -> None:
-    ranks.run(2, variable, bags=True)
-    ranks.run(2, variable, bags=False)
-    ranks.run(1, variable, bags=True)
-
-
 # ---- as a module ----
 
 
@@ -502,7 +268,7 @@ def as_module(rank: int, world_size: int, *, bags: bool) -> None:
     net = sharded.Net(tables)
     pg = dist.new_group(list(range(world_size)))
     before = copy.deepcopy(options)
-    model = sharded.dynamic_model(net, SGD, world_size, options=options, pg=pg)
+    model = sharded.dynamic_model(net, sharded.SGD, world_size, options=options, pg=pg)
     assert options == before
     assert list(find_collections(model)) == ["model.collection"]
     (found,) = find_collections(model).values()
@@ -511,7 +277,9 @@ def as_module(rank: int, world_size: int, *, bags: bool) -> None:
         assert module.process_group is not None
         assert all(one.rank == rank for one in module.routings.values())
     # Evaluation inserts nothing, in whatever order modules are switched.
-    one = sharded.share(wide(sharded.batch(0, BATCH)), sharded.even(BATCH, world_size), rank)
+    one = sharded.share(
+        sharded.wide(sharded.batch(0, BATCH)), sharded.even(BATCH, world_size), rank
+    )
     model.eval()
     model(one)
     assert all(len(table) == 0 for table in sharded.dynamic_tables(model).values())
@@ -554,9 +322,9 @@ def as_module(rank: int, world_size: int, *, bags: bool) -> None:
         model.load_state_dict(full)
     # A collection that is not on "meta" is sharded too; its rows are not a dynamic table's.
     loaded = sharded.Net(tables, device="cpu")
-    sharded.dynamic_model(loaded, SGD, world_size)
+    sharded.dynamic_model(loaded, sharded.SGD, world_size)
     # An environment made from a process group.
-    again = sharded.dynamic_model(sharded.Net(tables), SGD, world_size)
+    again = sharded.dynamic_model(sharded.Net(tables), sharded.SGD, world_size)
     env = ShardingEnv.from_process_group(pg)
     other = DistributedModelParallel(
         sharded.Net(tables), env=env, device=sharded.CPU, plan=again.plan, sharders=again.sharders
@@ -571,7 +339,7 @@ def test_a_sharded_model_is_a_module_like_torchrecs(ranks: Ranks) -> None:
 
 def weights_are_needed(rank: int, world_size: int) -> None:
     tables = sharded.configs(True)
-    model = sharded.dynamic_model(sharded.Net(tables, weighted=True), SGD, world_size)
+    model = sharded.dynamic_model(sharded.Net(tables, weighted=True), sharded.SGD, world_size)
     assert isinstance(model.module.collection, ShardedDynamicEmbeddingBagCollection)
     with pytest.raises(ValueError, match="a weighted collection needs a weight for every id"):
         model(sharded.batch(0, 4))

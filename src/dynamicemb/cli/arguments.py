@@ -62,6 +62,17 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse's, whose mistakes are ``InvalidArgumentError`` with a suggestion."""
 
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"dynamicemb {command}", description=description, allow_abbrev=False)
+
+    def read(
+        self, kind: type[OptionsT], arguments: Sequence[str]
+    ) -> tuple[OptionsT, dict[str, Any]]:
+        """(the options of a command line as a ``kind``, all that was given, as text)."""
+        add_options(self, kind)
+        given = vars(self.parse(arguments))
+        return build_options(kind, given, None), given
+
     def error(self, message: str) -> NoReturn:
         raise InvalidArgumentError(message)
 

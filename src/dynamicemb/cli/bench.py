@@ -54,11 +54,10 @@ class BenchOptions:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     parser = Parser(
-        prog="dynamicemb bench",
-        description="Time lookups and training steps of a dynamic table beside torch.nn.Embedding, "
+        "bench",
+        "Time lookups and training steps of a dynamic table beside torch.nn.Embedding, "
         "torch.nn.EmbeddingBag and, where it is installed, FBGEMM's table-batched embeddings, with "
         "the same batches in the same process, and print a table in Markdown.",
-        allow_abbrev=False,
     )
     add_options(parser, BenchOptions)
     given = vars(parser.parse(arguments))

@@ -11,7 +11,7 @@ from pathlib import Path
 from dynamicemb.checkpoint.exchange import SUFFIXES
 from dynamicemb.checkpoint.exchange_formats import FORMATS
 from dynamicemb.checkpoint.progress import ProgressBar
-from dynamicemb.cli.arguments import Parser, add_options, build_options, option
+from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Content
 from dynamicemb.cli.contents.find import NothingToReadError, ReadOptions, open_content
 from dynamicemb.cli.contents.staging import staged
@@ -56,17 +56,14 @@ class ConvertOptions(ReadOptions):
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     parser = Parser(
-        prog="dynamicemb convert",
-        description="Write the tables of SRC, of any layout, to DST in another: a checkpoint, "
+        "convert",
+        "Write the tables of SRC, of any layout, to DST in another: a checkpoint, "
         "upstream's dump, safetensors, Parquet or NumPy files, or a OneEmbedding folder. DST is "
         "there when it is complete. What a layout cannot hold is said.",
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("target", metavar="DST")
-    add_options(parser, ConvertOptions)
-    given = vars(parser.parse(arguments))
-    options = build_options(ConvertOptions, given, None)
+    options, given = parser.read(ConvertOptions, arguments)
     target = Path(given["target"])
     layout = _layout(target, options)
     with open_content(given["source"], options) as content:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dynamicemb.checkpoint.progress import ProgressBar
-from dynamicemb.cli.arguments import Parser, add_options, build_options, option
+from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Content, TableInfo
 from dynamicemb.cli.contents.comparison import Compared, Comparison, Distance, What
 from dynamicemb.cli.contents.find import ReadOptions, open_content
@@ -40,17 +40,14 @@ class DiffOptions(ReadOptions):
 def main(arguments: Sequence[str]) -> int:
     """Run the command; 0 if nothing differs, 1 if something does."""
     parser = Parser(
-        prog="dynamicemb diff",
-        description="Compare the rows of two checkpoints, of any layout, table by table. The order "
+        "diff",
+        "Compare the rows of two checkpoints, of any layout, table by table. The order "
         "of rows and the number of ranks do not matter. Exit status: 0 equal, 1 different, 2 an "
         "error.",
-        allow_abbrev=False,
     )
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
-    add_options(parser, DiffOptions)
-    given = vars(parser.parse(arguments))
-    options = build_options(DiffOptions, given, None)
+    options, given = parser.read(DiffOptions, arguments)
     everything = replace(options, table=[])
     with open_content(given["a"], everything) as a, open_content(given["b"], everything) as b:
         for content in (a, b):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dynamicemb.cli.arguments import Parser, add_options, build_options, option
+from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.checkup.finding import Finding, Status
 from dynamicemb.cli.checkup.hardware import hardware_findings
 from dynamicemb.cli.checkup.packages import engine_finding, package_findings
@@ -35,14 +35,12 @@ class DoctorOptions:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; 0, or 1 if something essential is broken."""
     parser = Parser(
-        prog="dynamicemb doctor",
-        description="Say what is installed, what this machine has, what works, by tiny runs of "
+        "doctor",
+        "Say what is installed, what this machine has, what works, by tiny runs of "
         "it, and what is missing, with the command to get it. The exit status is 1 if something "
         "essential is broken.",
-        allow_abbrev=False,
     )
-    add_options(parser, DoctorOptions)
-    options = build_options(DoctorOptions, vars(parser.parse(arguments)), None)
+    options, _ = parser.read(DoctorOptions, arguments)
     folder = Path(options.folder if options.folder is not None else tempfile.gettempdir())
     if not folder.is_dir():
         raise wrong_value("--folder", str(folder), "a folder that exists")

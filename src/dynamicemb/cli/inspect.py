@@ -12,7 +12,7 @@ import torch
 
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.scores import strategy_names
-from dynamicemb.cli.arguments import Parser, add_options, build_options, option
+from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Batch, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.find import ReadOptions, open_content
 from dynamicemb.cli.contents.statistics import Statistics, age_text, unsigned
@@ -51,16 +51,13 @@ class InspectOptions(ReadOptions):
 def main(arguments: Sequence[str]) -> int:
     """Run the command; 0, or 1 if something is damaged or an id has no row."""
     parser = Parser(
-        prog="dynamicemb inspect",
-        description="Show the tables of a checkpoint, a chain of deltas, the newest checkpoint of "
+        "inspect",
+        "Show the tables of a checkpoint, a chain of deltas, the newest checkpoint of "
         "a training run, a dump of upstream, a OneEmbedding folder, or of safetensors, Parquet and "
         "NumPy files. Rows are streamed; memory does not grow with the tables.",
-        allow_abbrev=False,
     )
     parser.add_argument("path", metavar="CHECKPOINT")
-    add_options(parser, InspectOptions)
-    given = vars(parser.parse(arguments))
-    options = build_options(InspectOptions, given, None)
+    options, given = parser.read(InspectOptions, arguments)
     with open_content(given["path"], options) as content:
         if options.id:
             return _show_rows(content, options)

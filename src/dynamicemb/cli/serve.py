@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dynamicemb.cli.arguments import Parser, add_options, build_options
+from dynamicemb.cli.arguments import Parser
 from dynamicemb.cli.http import HttpServer, serving
 from dynamicemb.cli.serving.follow import Follower
 from dynamicemb.cli.serving.options import ServeOptions
@@ -24,18 +24,15 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     parser = Parser(
-        prog="dynamicemb serve",
-        description="Answer lookups in the tables of a checkpoint over HTTP, in JSON or bytes. "
+        "serve",
+        "Answer lookups in the tables of a checkpoint over HTTP, in JSON or bytes. "
         "CHECKPOINT is a folder of DynamicEmbDump or dump_delta, or one with such folders in it, "
         "like that of a training run: the newest is served. Deltas and new checkpoints are taken "
         "as they appear. Ctrl-C or SIGTERM ends it after the requests that were begun.",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder")
-    add_options(parser, ServeOptions)
-    given = vars(parser.parse(arguments))
+    options, given = parser.read(ServeOptions, arguments)
     path = Path(given["checkpoint"])
-    options = build_options(ServeOptions, given, None)
     if options.wait and options.poll_seconds == 0:
         raise UsageError("--wait needs a look now and then; allowed: --poll-seconds above 0")
     if not options.wait and not path.is_dir():

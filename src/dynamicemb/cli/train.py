@@ -29,11 +29,10 @@ INTERRUPTED = 130
 def read_options(arguments: Sequence[str]) -> tuple[TrainOptions, bool]:
     """(the options of a command line and its file, whether they are only to be printed)."""
     parser = Parser(
-        prog="dynamicemb train",
-        description="Train a click model with dynamic tables, beside hashed static tables of the "
+        "train",
+        "Train a click model with dynamic tables, beside hashed static tables of the "
         "same memory. Without options: a synthetic stream, about two minutes. The same command "
         "after a kill goes on from the last checkpoint.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file of the same options")
     parser.add_argument(

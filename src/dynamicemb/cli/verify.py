@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamicemb.checkpoint.progress import ProgressBar
-from dynamicemb.cli.arguments import Parser, add_options, build_options, option
+from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Content, Damage
 from dynamicemb.cli.contents.checkpoints import ChainContent
 from dynamicemb.cli.contents.checks import check_table, stray_files
@@ -58,16 +58,13 @@ class Verified:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; 0 if all is right, 1 if something is damaged."""
     parser = Parser(
-        prog="dynamicemb verify",
-        description="Compare every checksum, and see that each id has one row, in the part of its "
+        "verify",
+        "Compare every checksum, and see that each id has one row, in the part of its "
         "rank, that indexes find every row, and that deltas make a chain. Names the file, the "
         "table and the place of all damage. Of a training run: every checkpoint and chain in it.",
-        allow_abbrev=False,
     )
     parser.add_argument("paths", metavar="PATH", nargs="+")
-    add_options(parser, VerifyOptions)
-    given = vars(parser.parse(arguments))
-    options = build_options(VerifyOptions, given, None)
+    options, given = parser.read(VerifyOptions, arguments)
     done = [one for path in given["paths"] for one in _verify(path, options)]
     bad = any(one.damages for one in done)
     if options.json:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
+from dynamicemb.errors import InvalidArgumentError
 from dynamicemb.options import DynamicEmbPoolingMode
 
 
@@ -69,6 +71,18 @@ class Progress:
     next_row_number: int
     admission_calls: int
     seed: int
+
+    def to_bytes(self) -> bytes:
+        """For :meth:`from_bytes`."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Progress:
+        """What :meth:`to_bytes` made."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise InvalidArgumentError(f"this is no progress of a table: {text!r}") from error
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,18 @@ class Below:
         self.forget(ids)
         return self.store.erase(ids)
 
+    def restart_state(self, initial: torch.Tensor) -> None:
+        """All rows get the state ``initial``, of an optimizer with as many numbers."""
+        self.drain()
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        ids = torch.cat([none, *(rows.ids for rows in self.store.export())])
+        for part in ids.split(65536):
+            found = self.store.find(part)
+            state = initial.cpu().expand_as(found.state).contiguous()
+            self.store.insert(Rows(part, found.embeddings, state, found.scores))
+        self.forget(ids)
+        self.changes.forget_rows()
+
     def start_again(self) -> None:
         """The store has other rows: none that waits, or was read ahead, counts any more."""
         self._waiting.clear()

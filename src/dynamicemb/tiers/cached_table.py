@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dynamicemb.errors import (
     InsertionError,
-    InvalidArgumentError,
     UsageError,
     check_integer,
     wrong_type,
@@ -271,14 +269,14 @@ class CachedTable(Table):
         """Keep the whole table of now under a name, in the store, if it has snapshots."""
         with self.lock:
             self.flush()
-            self.store.snapshot(name, json.dumps(asdict(self.progress())).encode())
+            self.store.snapshot(name, self.progress().to_bytes())
 
     def load_snapshot(self, name: str) -> None:
         """Return to a snapshot: rows, scores, and the numbers that go on counting."""
         with self.lock:
             note = self.return_to(name)
             if note:
-                self.restore_progress(_parse_progress(note))
+                self.restore_progress(Progress.from_bytes(note))
 
     def return_to(self, name: str) -> bytes:
         """Return to the rows of a snapshot of the store; its note."""
@@ -521,7 +519,7 @@ class CachedTable(Table):
             checked = self.cache._checked_optimizer(optimizer)
             if checked.kind is not self.cache.optimizer.kind:
                 if checked.state_dim(self.dim) == self.state_dim:
-                    self._restart_state(checked)
+                    self.below.restart_state(checked.initial_state(self.dim))
                 elif not self.below.empty:
                     raise UsageError(
                         f"the store of table {self.name!r} has rows with the state of "
@@ -532,19 +530,6 @@ class CachedTable(Table):
                 else:
                     self.store.set_layout(self.options, checked)
             self.cache.set_optimizer(optimizer)
-
-    def _restart_state(self, optimizer: Optimizer) -> None:
-        """The state of all rows below starts again, for an optimizer with as many numbers."""
-        self.below.drain()
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        ids = torch.cat([none, *(rows.ids for rows in self.store.export())])
-        initial = optimizer.initial_state(self.dim).cpu()
-        for part in ids.split(65536):
-            found = self.store.find(part)
-            state = initial.expand_as(found.state).contiguous()
-            self.store.insert(Rows(part, found.embeddings, state, found.scores))
-        self.below.forget(ids)
-        self._changes.forget_rows()
 
     def make_group(self, tables: Sequence[Table]) -> TableGroup:
         from dynamicemb.tiers.cached_group import CachedTableGroup  # it imports this module
@@ -604,10 +589,3 @@ def _restore_table(
     table.load_state_dict(state)
     table.reset_stats()
     return table
-
-
-def _parse_progress(note: bytes) -> Progress:
-    try:
-        return Progress(**json.loads(note))
-    except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"the note of the snapshot is no progress: {note!r}") from error
