@@ -61,9 +61,13 @@ def test_unknown_names_are_errors_with_a_suggestion(capsys: Capture, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--dim", "0"], "--dim is 0; allowed: an integer of at least 1"),
+        (["--dim", "0"], "--dim is 0; allowed: an integer from 1 to 1048576"),
         (["--dim", "many"], "--dim is 'many'; allowed: an integer"),
         (["--dim", "1.5"], "--dim is '1.5'"),
+        (["--dim", "9999999999"], "--dim is 9999999999; allowed: an integer from 1 to 1048576"),
+        (["--threads", "100000"], "an integer from 1 to 1024"),  # torch would crash
+        (["--metrics-port", "70000"], "an integer from 0 to 65535"),
+        (["--seed", "99999999999999999999"], "an integer from 0 to 9223372036854775807"),
         (["--lr", "-1"], "--lr"),
         (["--lr", "nan"], "--lr is nan"),
         (["--admission", "sometimes"], "frequency:N"),

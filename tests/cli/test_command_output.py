@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dynamicemb.cli.app import BROKEN_PIPE, main
+from dynamicemb.cli.app import BROKEN_PIPE, FAILURE, main
 from dynamicemb.cli.output import Output, bar, bytes_text
 
 
@@ -60,10 +60,12 @@ def test_bytes_and_bars() -> None:
     assert [len(bar(part)) for part in (0.0, 0.001, 0.5, 1.0)] == [0, 1, 15, 30]
 
 
-def test_interrupts_and_readers_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_readers_that_leave_and_full_disks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import dynamicemb.cli.inspect as command
 
-    def ends_with(error: type[BaseException]) -> int:
+    def ends_with(error: BaseException | type[BaseException]) -> int:
         def raises(_: object) -> int:
             raise error
 
@@ -73,3 +75,8 @@ def test_interrupts_and_readers_that_leave(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert ends_with(KeyboardInterrupt) == 130
     assert ends_with(BrokenPipeError) == BROKEN_PIPE
+    assert capsys.readouterr().err == ""
+    assert ends_with(OSError(28, "No space left on device", "/a/file")) == FAILURE
+    assert capsys.readouterr().err == "dynamicemb: /a/file: No space left on device\n"
+    assert ends_with(OSError(28, "No space left on device")) == FAILURE
+    assert "standard output, or a file: No space left" in capsys.readouterr().err

@@ -179,6 +179,13 @@ def test_bad_arguments(tmp_path: Path) -> None:
         SsdStore(OPTIONS, ADAM, path="")
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match=str(tmp_path / "file")):
+            make_ssd(path)
+
+
 def test_a_full_disk_is_an_error_that_names_the_file_and_work_resumes(tmp_path: Path) -> None:
     files = _engine.FailingFiles(WRITE, 3, 4, errno.ENOSPC)
     store = make_ssd(tmp_path / "s", files=files)

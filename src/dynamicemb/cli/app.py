@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from dynamicemb.cli.arguments import suggestion
@@ -22,6 +23,7 @@ COMMANDS = {
     "bench": ("dynamicemb.cli.bench", "time dynamic against static tables on this machine"),
     "doctor": ("dynamicemb.cli.doctor", "what is installed, what works, and what is missing"),
 }
+FAILURE = 1
 MISTAKE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -51,16 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[Sequence[str]], int]
     try:
         command = import_module(COMMANDS[given[0]][0]).main
-        return command(given[1:])
+        status = command(given[1:])
+        sys.stdout.flush()
+        return status
     except (DynamicEmbError, ImportError) as error:
         return _failed(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `dynamicemb ... | head`: nobody reads any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end_output()
         return BROKEN_PIPE
+    except OSError as error:  # a full disk, a file that may not be read
+        _end_output()
+        where = error.filename or "standard output, or a file"
+        return _failed(f"{where}: {error.strerror or error}", FAILURE)
 
 
-def _failed(message: str) -> int:
+def _failed(message: str, status: int = MISTAKE) -> int:
     sys.stderr.write(f"dynamicemb: {message}\n")
-    return MISTAKE
+    return status
+
+
+def _end_output() -> None:
+    """What was not written yet never will be; without this, Python tries it again at its end."""
+    with suppress(OSError, ValueError):  # it may be no file of the operating system
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

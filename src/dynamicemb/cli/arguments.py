@@ -19,6 +19,10 @@ from dynamicemb.errors import InvalidArgumentError, check_integer, check_number,
 
 OptionsT = TypeVar("OptionsT")
 
+MAX_PORT = 65_535
+#: torch takes any number of threads, and crashes when the system has not as many.
+MAX_THREADS = 1024
+
 
 def option(
     default: Any,
@@ -26,17 +30,20 @@ def option(
     *,
     choices: Sequence[str] | None = None,
     minimum: float | None = None,
+    maximum: int | None = None,
     above: float | None = None,
     check: Callable[[str, Any], Any] | None = None,
     many: bool = False,
     repeated: bool = False,
 ) -> Any:
-    """A field that is an option. ``check(name, value)`` raises if a value is not allowed.
-    ``many``: values may follow each other; ``repeated``: the option may come again for each."""
+    """A field that is an option. ``maximum`` is for integers. ``check(name, value)`` raises if a
+    value is not allowed. ``many``: values may follow each other; ``repeated``: the option may come
+    again for each."""
     metadata = {
         "help": help,
         "choices": choices,
         "minimum": minimum,
+        "maximum": maximum,
         "above": above,
         "check": check,
         "many": many or repeated,
@@ -181,7 +188,8 @@ def _one(name: str, value: Any, field: dataclasses.Field[Any], base: type) -> An
             )
     elif base is int:
         minimum = None if data["minimum"] is None else int(data["minimum"])
-        value = check_integer(name, _number(name, value, int, "an integer"), minimum=minimum)
+        number = _number(name, value, int, "an integer")
+        value = check_integer(name, number, minimum=minimum, maximum=data["maximum"])
     else:
         number = _number(name, value, float, "a number")
         value = check_number(name, number, minimum=data["minimum"], above=data["above"])

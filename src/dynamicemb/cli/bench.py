@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dynamicemb.cli.arguments import Parser, add_options, build_options, option
+from dynamicemb.cli.arguments import MAX_THREADS, Parser, add_options, build_options, option
 from dynamicemb.cli.benching.cases import (
     CASES,
     FBGEMM,
@@ -45,7 +45,9 @@ class BenchOptions:
     device: str = option(
         "auto", "auto (the CPU, and a GPU if there is one)", choices=("auto", "cpu", "cuda")
     )
-    threads: int | None = option(None, "threads; without: as many as torch takes", minimum=1)
+    threads: int | None = option(
+        None, "threads; without: as many as torch takes", minimum=1, maximum=MAX_THREADS
+    )
     seconds: float = option(60.0, "about how long it may take for each device", above=0.0)
     quick: bool = option(False, "a small table and few samples: does it run at all")
     json: bool = option(False, "one JSON object instead of text")

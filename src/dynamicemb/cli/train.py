@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +20,11 @@ from dynamicemb.cli.training.options import TrainOptions
 from dynamicemb.errors import UsageError, wrong_value
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dynamicemb.cli.training.batch import Source
     from dynamicemb.cli.training.ranks import Ranks
+    from dynamicemb.cli.training.run import Run
 
 INTERRUPTED = 130
 
@@ -79,17 +82,27 @@ def train_on(ranks: Ranks | None, options: TrainOptions) -> int:
     torch.set_num_threads(options.threads)
     from rich.console import Console
 
-    from dynamicemb.cli.training.prometheus import serve_metrics
-    from dynamicemb.cli.training.report import write_report
     from dynamicemb.cli.training.run import Run
-    from dynamicemb.cli.training.screen import LiveScreen, PlainScreen
-    from dynamicemb.cli.training.summary import summary
+    from dynamicemb.cli.training.saving import run_folder
 
     first = ranks is None or ranks.first
     console = Console(highlight=False, quiet=not first)
     source = _source(options)
     device = _device("cpu" if ranks is not None else options.device)
-    run = Run(options, source, device, ranks)
+    with run_folder(Path(options.out)) if first else nullcontext():
+        run = Run(options, source, device, ranks)
+        return _train(run, console, first=first)
+
+
+def _train(run: Run, console: Console, *, first: bool) -> int:
+    """Train to the end, or to a signal; what is shown and written beside checkpoints is the first
+    rank's part."""
+    from dynamicemb.cli.training.prometheus import serve_metrics
+    from dynamicemb.cli.training.report import write_report
+    from dynamicemb.cli.training.screen import LiveScreen, PlainScreen
+    from dynamicemb.cli.training.summary import summary
+
+    options, source, device = run.options, run.source, run.device
     console.print(f"{source.description}; {options.model}, {device}", soft_wrap=True)
     if run.resumed_from is not None:
         console.print(f"goes on from the checkpoint of step {run.resumed_from:,}", soft_wrap=True)

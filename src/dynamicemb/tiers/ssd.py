@@ -119,7 +119,10 @@ class SsdStore(BoundedStore):
         except _engine.CorruptStore as error:
             raise CorruptStoreError(None, str(error)) from None
         except OSError as error:
-            raise StoreError(error.errno, str(error.strerror), error.filename, kept=kept) from None
+            message = str(error.strerror)
+            if error.filename is not None and str(error.filename) not in message:
+                message = f"{error.filename}: {message}"
+            raise StoreError(error.errno, message, error.filename, kept=kept) from None
         except ValueError as error:  # rows of another size
             raise InvalidArgumentError(str(error)) from None
         except RuntimeError as error:  # closed

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamicemb.cli.arguments import option
+from dynamicemb.cli.arguments import MAX_PORT, MAX_THREADS, option
 from dynamicemb.cli.http import LOOPBACK
-from dynamicemb.errors import check_integer
-
-
-def _port(name: str, value: int) -> int:
-    return check_integer(name, value, minimum=0, maximum=65_535)
 
 
 @dataclass
@@ -18,7 +13,9 @@ class ServeOptions:
     """Every option of a server; the order is that of the help."""
 
     host: str = option(LOOPBACK, "address to listen at; others than loopback have no password")
-    port: int = option(8642, "port to listen at; 0: a free one, which is printed", check=_port)
+    port: int = option(
+        8642, "port to listen at; 0: a free one, which is printed", minimum=0, maximum=MAX_PORT
+    )
     poll_seconds: float = option(
         1.0, "seconds between two looks for a delta or a new checkpoint; 0: none", minimum=0.0
     )
@@ -31,7 +28,7 @@ class ServeOptions:
     rank: int | None = option(
         None, "of tables that are not spread over ranks: whose copy", minimum=0
     )
-    threads: int = option(1, "threads of one lookup", minimum=1)
+    threads: int = option(1, "threads of one lookup", minimum=1, maximum=MAX_THREADS)
     max_ids: int = option(100_000, "ids of a request at most", minimum=1)
     max_connections: int = option(256, "connections at a time at most", minimum=1)
     idle_seconds: float = option(

@@ -6,8 +6,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dynamicemb.cli.arguments import option
+from dynamicemb.cli.arguments import MAX_PORT, MAX_THREADS, option
 from dynamicemb.errors import UsageError, wrong_value
+from dynamicemb.table.base import MAX_DIM
 
 MODEL_NAMES = ("dlrm", "deepfm", "dcn")
 OPTIMIZER_NAMES = ("adagrad", "rowwise_adagrad", "sgd", "adam")
@@ -47,7 +48,7 @@ def _ttl(name: str, value: str) -> str:
 def _store(name: str, value: str) -> str:
     if value == "memory" or re.fullmatch("ssd:.+", value) or value.startswith(REMOTE):
         return value
-    shown = value.partition("@")[2] or value  # a URL may have a password
+    shown = value.rpartition("@")[2] or value  # a URL may have a password
     raise wrong_value(name, shown, f"memory, ssd:FOLDER, {', '.join(REMOTE)}")
 
 
@@ -73,10 +74,12 @@ class TrainOptions:
     )
     max_examples: int | None = option(None, "stop after so many examples", minimum=1)
     batch_size: int = option(2048, "examples of a step", minimum=1)
-    seed: int = option(0, "of the built-in stream, the rows and the dense layers", minimum=0)
+    seed: int = option(
+        0, "of the built-in stream, the rows and the dense layers", minimum=0, maximum=2**63 - 1
+    )
     # the model
     model: str = option("dlrm", "the model", choices=MODEL_NAMES)
-    dim: int = option(16, "columns of a row", minimum=1)
+    dim: int = option(16, "columns of a row", minimum=1, maximum=MAX_DIM)
     optimizer: str = option("adagrad", "of the rows", choices=OPTIMIZER_NAMES)
     lr: float = option(0.1, "learning rate of the rows", above=0.0)
     dense_lr: float = option(0.01, "learning rate of the dense layers (Adam)", above=0.0)
@@ -112,7 +115,7 @@ class TrainOptions:
     # the run
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:N", check=_device)
     nproc: int = option(1, "processes, each with a share of every table and batch", minimum=1)
-    threads: int = option(1, "threads of torch and of the tables", minimum=1)
+    threads: int = option(1, "threads of torch and of the tables", minimum=1, maximum=MAX_THREADS)
     window: int = option(100_000, "examples of the sliding window of the metrics", minimum=1)
     log_every: int = option(50, "steps between two points of the metrics", minimum=1)
     out: str = option("dynamicemb-run", "folder of checkpoints, metrics and the report")
@@ -128,7 +131,10 @@ class TrainOptions:
     fresh: bool = option(False, "start over, whatever checkpoints there are")
     plain: bool = option(False, "lines instead of the live screen")
     metrics_port: int | None = option(
-        None, "serve the metrics for Prometheus on this port of the loopback address", minimum=0
+        None,
+        "serve the metrics for Prometheus on this port of the loopback address",
+        minimum=0,
+        maximum=MAX_PORT,
     )
     tensorboard: str | None = option(None, "folder for the metrics as TensorBoard reads them")
     report: bool = option(True, "write report.html at the end")
@@ -183,7 +189,7 @@ class TrainOptions:
     def public(self) -> dict[str, Any]:
         """All options, without the user and password in a URL."""
         values = asdict(self)
-        values["store"] = re.sub(r"//[^/@]*@", "//...@", self.store)
+        values["store"] = re.sub(r"//.*@", "//...@", self.store)
         return values
 
     def difference(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -113,7 +113,7 @@ def _rank(rank: int, size: int, folder: str, work: Callable[..., int], args: Any
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         result = work(Ranks(rank, size), *args)
-    except DynamicEmbError as error:
+    except (DynamicEmbError, OSError) as error:
         Path(folder, f"mistake-{rank}").write_text(str(error))
         os._exit(MISTAKE)  # the others may wait for this rank; the parent ends them
     Path(folder, f"result-{rank}").write_text(str(result))

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,30 @@ import torch
 from torch import nn
 
 from dynamicemb.checkpoint import DynamicEmbDump, DynamicEmbLoad
+from dynamicemb.checkpoint.files import Directory
 from dynamicemb.cli.training.ranks import Ranks
-from dynamicemb.errors import CheckpointError, CorruptCheckpointError
+from dynamicemb.errors import CheckpointError, CorruptCheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
 VERSION = 2
 _UNFINISHED = ".unfinished"
 _NAME = re.compile(r"step-\d+")
+
+
+@contextmanager
+def run_folder(path: Path) -> Iterator[None]:
+    """Make the folder of a run if it is not there, and keep other runs out of it."""
+    try:
+        folder = Directory.open(path, create=True)
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be used: {error.strerror}") from error
+    with folder:
+        if not os.access(path, os.W_OK):
+            raise UsageError(f"--out {path} cannot be used: it may not be written to")
+        if not folder.lock():
+            raise UsageError(f"another dynamicemb train is running in --out {path}")
+        yield
 
 
 class Checkpoints:
@@ -54,31 +71,36 @@ class Checkpoints:
         """Write a checkpoint and remove those that are too many.
 
         ``model``: with dynamic tables, if there are any; ``state``: of the run, written by the
-        first rank; ``own``: of this rank.
+        first rank; ``own``: of this rank. What cannot be written is a ``CheckpointError``.
         """
         target = self.folder / f"step-{step:010d}"
         draft = self.folder / (target.name + _UNFINISHED)
-        if self._ranks.first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob(f"*{_UNFINISHED}"):
-                shutil.rmtree(old)
-            draft.mkdir()
-        self._ranks.wait()
-        if model is not None:
-            DynamicEmbDump(draft / "tables", model, optim=True, counter=counter, progress=False)
-        file = self._own_file(draft)
-        torch.save(own, file)
-        _sync(file)
-        digests = self._ranks.gather(_digest(file))
-        if self._ranks.first:
-            self._commit(draft, target, {**state, "ranks": digests})
-        self._ranks.wait()
+        try:
+            if self._ranks.first:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in self.folder.glob(f"*{_UNFINISHED}"):
+                    shutil.rmtree(old)
+                draft.mkdir()
+            self._ranks.wait()
+            if model is not None:
+                DynamicEmbDump(draft / "tables", model, optim=True, counter=counter, progress=False)
+            file = self._own_file(draft)
+            _save(own, file)
+            digests = self._ranks.gather(_digest(file))
+            if self._ranks.first:
+                self._commit(draft, target, {**state, "ranks": digests})
+            self._ranks.wait()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {target.name} could not be written: {error.filename or draft}: "
+                f"{error.strerror}; those before it are as they were"
+            ) from error
         return target
 
     def _commit(self, draft: Path, target: Path, state: dict[str, Any]) -> None:
-        torch.save({"version": VERSION, **state}, draft / "run.pt")
+        _save({"version": VERSION, **state}, draft / "run.pt")
         (draft / "run.sha256").write_text(_digest(draft / "run.pt"))
-        for file in (draft / "run.pt", draft / "run.sha256", draft):
+        for file in (draft / "run.sha256", draft):
             _sync(file)
         if target.exists():
             shutil.rmtree(target)
@@ -160,6 +182,20 @@ def _read(file: Path, digest: str) -> dict[str, Any]:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _save(state: dict[str, Any], file: Path) -> None:
+    """``torch.save``, durable, whose failures are those of the operating system."""
+    try:
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+    except (OSError, RuntimeError) as error:
+        # After a write that failed, torch goes on to end its archive, and that fails otherwise.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(file)) from None
+    _sync(file)
 
 
 def _sync(path: Path) -> None:
