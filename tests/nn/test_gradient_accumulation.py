@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import threading
 from typing import Any
 
 import pytest
@@ -141,6 +142,41 @@ def test_a_second_backward_through_one_lookup_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(UsageError, match="second time"):
         loss.backward()
+
+
+def test_backwards_in_two_threads_at_once_are_refused() -> None:
+    """They would share what waits for the step; dense gradients are only added up."""
+    module = DynamicEmbedding(4)
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            reached.set()
+            assert go_on.wait(600)
+            return gradient
+
+    # Of two lookups in one backward, the later one comes first; the other waits.
+    first = Waits.apply(module(torch.arange(4)))
+    loss = first.sum() + module(torch.arange(4)).sum()
+    other = module(torch.arange(2)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    try:
+        assert reached.wait(600)
+        with pytest.raises(UsageError, match="two threads at once"):
+            other.backward()
+    finally:
+        go_on.set()
+        thread.join()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = module.table.find(torch.arange(4)).embeddings
+    optimizer.step()
+    assert torch.allclose(before - module.table.find(torch.arange(4)).embeddings, torch.tensor(2.0))
 
 
 def test_a_backward_that_fails_leaves_nothing_behind() -> None:

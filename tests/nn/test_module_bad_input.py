@@ -223,11 +223,21 @@ OFFSET_CASES = [
     without_gpu(torch.tensor([0, 2]), VALUE, r"offsets\[-1\] is 2.*3"),
     without_gpu(torch.tensor([0, 2**40]), VALUE, r"offsets\[-1\] is 1099511627776"),
     without_gpu(torch.tensor([0, 3, 2, 3]), VALUE, r"offsets\[2\] is 2; allowed: at least .*3"),
-    without_gpu(torch.tensor([0, 4, 3]), VALUE, r"offsets\[2\] is 3"),
+    without_gpu(torch.tensor([0, 4, 3]), VALUE, r"offsets\[1\] is 4; allowed: at most 3"),
     without_gpu(torch.tensor([0, -5, 3]), VALUE, r"offsets\[1\] is -5"),
     (torch.tensor([0]), VALUE, "offsets"),
     (torch.tensor([0, 3]).to("meta"), VALUE, "offsets.device is 'meta'"),
 ]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [IDS.to_sparse(), torch.nested.nested_tensor([IDS, IDS[:1]])],
+    ids=["sparse", "nested"],
+)
+def test_ids_in_another_layout(ids: torch.Tensor) -> None:
+    for module in (DynamicEmbedding(4), DynamicEmbeddingBag(4)):
+        unchanged(module, lambda one=module: one(ids), VALUE, "input.layout is .*torch.strided")
 
 
 @pytest.mark.parametrize(("offsets", "error", "message"), OFFSET_CASES)
@@ -249,7 +259,8 @@ def test_offsets_of_batched_tables(offsets: Any, error: Any, message: str) -> No
         (torch.tensor([[0]]), VALUE, r"offsets.shape is \(1, 1\)"),
         without_gpu(torch.tensor([1]), VALUE, r"offsets\[0\] is 1"),
         without_gpu(torch.tensor([0, 2, 1]), VALUE, r"offsets\[2\] is 1"),
-        without_gpu(torch.tensor([0, 4]), VALUE, r"offsets\[2\] is 3"),
+        without_gpu(torch.tensor([0, 4]), VALUE, r"offsets\[1\] is 4; allowed: at most 3"),
+        (torch.empty(0, dtype=torch.int64), VALUE, "offsets is 'empty'; allowed: .* of 3 ids"),
         (torch.tensor([0]).to("meta"), VALUE, "offsets.device is 'meta'"),
     ],
 )

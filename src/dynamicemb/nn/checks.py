@@ -7,7 +7,11 @@ import torch
 from dynamicemb import _engine
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint32, torch.uint16, torch.uint8),
+)
+OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -31,6 +35,16 @@ def check_ids(name: str, ids: object, device: torch.device) -> torch.Tensor:
     if ids.dtype not in _INTEGERS:
         raise wrong_type(f"{name}.dtype", ids.dtype, "an integer type, such as torch.int64")
     return check_device(name, ids, device).to(torch.int64).contiguous()
+
+
+def flat_ids(name: str, ids: object) -> torch.Tensor:
+    """The numbers of a dense tensor of any shape, in one dimension."""
+    if not isinstance(ids, torch.Tensor):
+        raise wrong_type(name, ids, "a tensor of integers")
+    if ids.is_nested or ids.layout is not torch.strided:
+        layout = "nested" if ids.is_nested else ids.layout
+        raise wrong_value(f"{name}.layout", layout, "torch.strided, of one size in all rows")
+    return ids.reshape(-1)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -73,6 +87,10 @@ def check_offsets(offsets: object, count: int, device: torch.device) -> torch.Te
     if int(offsets[-1]) != count:
         raise wrong_value("offsets[-1]", int(offsets[-1]), f"{count}, the number of ids")
     bad = int((offsets[1:] < offsets[:-1]).nonzero()[0]) + 1
+    if int(offsets[bad - 1]) > count:
+        raise wrong_value(
+            f"offsets[{bad - 1}]", int(offsets[bad - 1]), f"at most {count}, the number of ids"
+        )
     before = f"at least offsets[{bad - 1}], which is {int(offsets[bad - 1])}"
     raise wrong_value(f"offsets[{bad}]", int(offsets[bad]), before)
 
@@ -94,8 +112,7 @@ def check_weights(weights: object, count: int, device: torch.device) -> torch.Te
 
 
 def check_output_dtype(dtype: object) -> torch.dtype:
-    allowed = (torch.float32, torch.float16, torch.bfloat16)
-    if dtype not in allowed:
-        raise wrong_value("output_dtype", dtype, ", ".join(map(str, allowed)))
+    if dtype not in OUTPUT_DTYPES:
+        raise wrong_value("output_dtype", dtype, ", ".join(map(str, OUTPUT_DTYPES)))
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -22,6 +22,7 @@ from dynamicemb.nn.checks import (
     check_one_dimension,
     check_output_dtype,
     check_weights,
+    flat_ids,
 )
 from dynamicemb.nn.module import DynamicModule, Plan
 from dynamicemb.optimizers import Optimizer, OptimizerArgs
@@ -186,9 +187,7 @@ class DynamicEmbedding(_OneTable):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ``input`` (integers of any shape): shape ``[*input.shape, embedding_dim]``."""
-        if not isinstance(input, torch.Tensor):
-            check_ids("input", input, self.device)
-        rows = self.lookup(input.reshape(-1))
+        rows = self.lookup(flat_ids("input", input))
         return rows.view(*input.shape, self.embedding_dim)
 
 
@@ -273,8 +272,7 @@ class DynamicEmbeddingBag(_OneTable):
         the last one if ``include_last_offset``). ``per_sample_weights`` (shape of ``input``, only
         with mode "sum") scale the rows and take a gradient.
         """
-        if not isinstance(input, torch.Tensor):
-            check_ids("input", input, self.device)
+        ids = flat_ids("input", input)
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise wrong_value("mode", self.mode, "'sum' with per_sample_weights")
@@ -300,9 +298,11 @@ class DynamicEmbeddingBag(_OneTable):
             raise wrong_type("offsets", offsets, "a tensor of int64 or int32")
         elif not self.include_last_offset:
             check_device("offsets", check_one_dimension("offsets", offsets), self.device)
+            if offsets.numel() == 0 and ids.numel() > 0:
+                raise wrong_value("offsets", "empty", f"the start of every bag of {len(ids)} ids")
             end = torch.full((1,), input.shape[0], dtype=offsets.dtype, device=self.device)
             offsets = torch.cat([offsets, end])
-        return self.lookup(input.reshape(-1), offsets, per_sample_weights)
+        return self.lookup(ids, offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

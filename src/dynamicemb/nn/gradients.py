@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 
 import torch
 
+from dynamicemb.errors import UsageError
 from dynamicemb.table import Lookup, Pooling, SummedGradients, TableGroup
 
 
@@ -23,6 +25,7 @@ class PendingGradients:
         self._handle = weakref.ref(handle)
         self._fresh: list[SummedGradients] = []  # of the backward that is running
         self._kept: SummedGradients | None = None
+        self._thread = 0  # that it runs in
         self._norm = 0.0  # what handle.grad was set to
         accumulated = weakref.WeakMethod(self._accumulated)
 
@@ -36,10 +39,17 @@ class PendingGradients:
     def add(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
         """A backward ran; its gradient of the handle is accumulated after this, unless it is an
         ``autograd.grad``, which keeps nothing."""
+        thread = threading.get_ident()
         if not self._fresh:
+            self._thread = thread
             self._rescale()  # before the running backward changes handle.grad
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._fresh.clear)
+        elif thread != self._thread:
+            raise UsageError(
+                "backward through one module in two threads at once; allowed: one after the other, "
+                "or a fused optimizer (optimizer=EmbOptimType...), which keeps no gradients"
+            )
         self._fresh.append(self._group.reduce(lookup, pooling, gradient))
 
     def clear(self) -> None:

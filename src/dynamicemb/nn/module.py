@@ -7,14 +7,15 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from dynamicemb.errors import DynamicEmbError, UsageError, check_number
+from dynamicemb.nn.checks import OUTPUT_DTYPES
 from dynamicemb.nn.gradients import PendingGradients
 from dynamicemb.optimizers import Optimizer, OptimizerArgs
 from dynamicemb.routing import Routing
@@ -368,6 +369,20 @@ class DynamicModule(nn.Module, ABC):
                 UserWarning,
                 stacklevel=2,
             )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """``half``, ``to(dtype)``: outputs have the new type, rows keep theirs. Tables stay on
+        their device."""
+        dtype = fn(torch.empty(0, dtype=self.output_dtype, device=self.handle.device)).dtype
+        if dtype in OUTPUT_DTYPES:
+            self.output_dtype = dtype
+        handle = self.handle
+        super()._apply(fn, recurse)
+        if self.handle.dtype is not torch.float32:  # the norm of gradients, which may be large
+            self.handle.data = self.handle.data.to(torch.float32)
+        if self.handle is not handle:
+            self._attach()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rows, not what belongs to this process: lookups and
