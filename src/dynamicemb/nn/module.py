@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dynamicemb.errors import DynamicEmbError, UsageError, check_number
 from dynamicemb.nn.checks import OUTPUT_DTYPES
@@ -226,12 +227,25 @@ class DynamicModule(nn.Module, ABC):
                     f"forward in training mode, but table {table.name!r} has training=False; call "
                     "eval() first"
                 )
+        self._refuse_replicas()
         return self._group.find_or_insert(
             plan.ids,
             plan.bounds,
             counts=counts,
             protect=tuple(one.lookup for one in self._prefetched if one.lookup is not None),
         )
+
+    def _refuse_replicas(self) -> None:
+        """Ranks of ``DistributedDataParallel`` would each train rows of their own, unnoticed."""
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is None or wrapper.process_group.size() == 1:
+            return
+        if any(one is self.handle for one in wrapper._module_parameters):
+            raise UsageError(
+                "a dynamic embedding inside DistributedDataParallel, which does not keep its rows "
+                "equal on all ranks; allowed: it around the rest of the model, or TorchRec's "
+                "DistributedModelParallel with our sharders"
+            )
 
     def propagate(
         self, plan: Plan, lookup: Lookup, gradient: torch.Tensor, *, rows: bool, weights: bool
