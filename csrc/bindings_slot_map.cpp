@@ -32,7 +32,17 @@ void bind_slot_map(nb::module_& m) {
             std::copy(self.ids.begin(), self.ids.end(), at<uint64_t>(ids));
             std::copy(self.slots.begin(), self.slots.end(), at<int64_t>(slots));
           },
-          "ids"_a, "slots"_a);
+          "ids"_a, "slots"_a)
+      .def(
+          "copy_pairs",
+          [](const IdSlots& self, Address pairs) {
+            auto* to = at<uint64_t>(pairs);
+            for (size_t i = 0; i < self.ids.size(); ++i) {
+              to[2 * i] = self.ids[i];
+              to[2 * i + 1] = self.slots[i];
+            }
+          },
+          "pairs"_a, "(id, slot), one pair after the other.");
 
   nb::class_<SlotMap>(m, "SlotMap")
       .def(
@@ -59,19 +69,19 @@ void bind_slot_map(nb::module_& m) {
       .def(
           "map",
           [](SlotMap& self, Address ids, size_t n, Address counts, uint64_t time, bool evict,
-             bool pin, int threads, Address slots) {
+             bool pin, bool keep, int threads, Address slots) {
             Mapped mapped;
             {
               nb::gil_scoped_release release;
               std::unique_lock lock(self.mutex());
               mapped = self.map(at<uint64_t>(ids), n, at<int64_t>(counts),
-                                {time, evict, pin, threads}, at<int64_t>(slots));
+                                {time, evict, pin, threads, keep}, at<int64_t>(slots));
             }
             return std::make_tuple(std::move(mapped.inserted), std::move(mapped.evicted),
                                    mapped.refused);
           },
-          "ids"_a, "n"_a, "counts"_a, nb::kw_only(), "time"_a, "evict"_a, "pin"_a, "threads"_a,
-          "slots"_a)
+          "ids"_a, "n"_a, "counts"_a, nb::kw_only(), "time"_a, "evict"_a, "pin"_a, "keep"_a,
+          "threads"_a, "slots"_a)
       .def(
           "evict",
           [](SlotMap& self, uint64_t count, bool expired, uint64_t time, int threads) {

@@ -38,9 +38,26 @@ struct IndexView {
   bool sparse;  // most ids sit in the lower half of their bucket: a hint, for speed only
 };
 
-// What belongs to a value of find_values; only its size matters there.
-struct alignas(16) ValueRecord {
-  std::byte bytes[16];
+// How a slot of a slot map was used, and by whom. The rest of a free slot means nothing.
+struct SlotUse {
+  uint64_t last = 0;   // time of the last use
+  uint32_t count = 0;  // uses, where they are counted, or their logarithm
+  uint32_t owner = 0;  // the id's position in the index + 1; 0: the slot is free
+};
+static_assert(sizeof(SlotUse) == 16);
+
+enum class UseRule : uint8_t {
+  kStamp,  // the time only; several threads may do it
+  kAdd,    // the time, and one use more
+  kDraw,   // the time, and one more with probability 2^-count, up to kLargestLogarithm
+};
+inline constexpr uint32_t kLargestLogarithm = 31;
+
+struct Uses {
+  SlotUse* slots;
+  uint64_t now;
+  UseRule rule;
+  uint64_t draws;  // random numbers used so far
 };
 
 // Rows to read from: a row number with the top bit set is a row of `side` (rows that are not in
@@ -121,10 +138,11 @@ struct Kernels {
 
   // slots[i] = bucket * width + position of ids[i], or kNoSlot.
   void (*find)(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots);
-  // found[i] = values[slot of ids[i]], or kNoSlot; buckets of 64. records[found[i]], where given,
-  // is on its way to the cache then.
-  void (*find_values)(const IndexView& index, const uint32_t* values, const ValueRecord* records,
-                      const uint64_t* ids, size_t n, uint32_t* found);
+  // found[i] = values[slot of ids[i]], or kNoSlot; buckets of 64. Returns how many were not found.
+  // `uses`, where given: of found[0], found[1] .. are written down. `repeated`: many ids come
+  // several times; a hint, for speed only.
+  size_t (*find_values)(const IndexView& index, const uint32_t* values, Uses* uses, bool repeated,
+                        const uint64_t* ids, size_t n, uint32_t* found);
   // Lowest position with an empty digest, or `width`.
   uint32_t (*free_position)(const uint8_t* digests, uint32_t width);
   // Position of the smallest (score, position) not touched by batch `stamp`, or kNoSlot. All

@@ -1,4 +1,4 @@
-// Finding the numbers kept with ids, in buckets of 64: one line of digests.
+// Finding the numbers kept with ids, in buckets of 64: one line of digests. And what was used.
 #include "hash.h"
 #include "kernels_match.h"
 #include "kernels_variant.h"
@@ -6,28 +6,27 @@
 namespace dynamicemb::DYNAMICEMB_VARIANT {
 namespace {
 
-constexpr size_t kBlock = 16;  // ids that go through a step together
 constexpr uint32_t kWidth = 64;
+constexpr size_t kRing = 8;  // blocks on their way
 
-struct Block {
-  uint32_t base[kBlock];  // slot of the bucket's first position
-  uint32_t digest[kBlock];
-  uint64_t mask[kBlock];  // candidates
+// Ids pass in blocks through steps that are kDelay blocks apart, while their lines are fetched.
+struct Near {  // straight to the first-level cache: most lines are in one of them
+  static constexpr size_t kBlock = 24, kDelay = 1;
+  static constexpr bool kTwice = false;
+  [[gnu::always_inline]] static void fetch(const void* line) { prefetch_near(line); }
+};
+struct Far {  // to the second level, which can wait for more lines, then to the first
+  static constexpr size_t kBlock = 16, kDelay = 2;
+  static constexpr bool kTwice = true;
+  [[gnu::always_inline]] static void fetch(const void* line) { prefetch(line); }
 };
 
-inline void hash_step(const IndexView& index, const uint64_t* ids, size_t count, Block& block) {
-  const auto hash_one = [&, buckets = index.num_buckets](size_t i) {
-    const uint64_t hash = hash_id(ids[i]);
-    block.base[i] = static_cast<uint32_t>(bucket_of(hash, buckets) * kWidth);
-    block.digest[i] = digest_of(hash);
-  };
-  if (count == kBlock) {  // a known length
-    for (size_t i = 0; i < kBlock; ++i) hash_one(i);
-  } else {
-    for (size_t i = 0; i < count; ++i) hash_one(i);
-  }
-  for (size_t i = 0; i < count; ++i) prefetch(index.digests + block.base[i]);
-}
+template <class Way>
+struct Block {
+  uint32_t base[Way::kBlock];  // slot of the bucket's first position
+  uint32_t digest[Way::kBlock];
+  uint64_t mask[Way::kBlock];  // candidates
+};
 
 inline uint32_t first_candidate(uint64_t mask) {
   return static_cast<uint32_t>(__builtin_ctzll(mask | (uint64_t{1} << 63)));
@@ -42,44 +41,93 @@ inline uint32_t other_candidate(const IndexView& index, const uint32_t* values, 
   return kNoSlot;
 }
 
-}  // namespace
+// In the order of the ids: so are random numbers drawn.
+template <size_t kMost>
+inline void write_down(Uses& uses, const uint32_t* found, size_t count) {
+  const auto each = [&](auto&& use) {
+    for (size_t i = 0; i < count; ++i)
+      if (found[i] != kNoSlot) use(uses.slots[found[i]]);
+  };
+  switch (uses.rule) {
+    case UseRule::kStamp:
+      return each([&](SlotUse& use) {
+        // Another thread may do the same; a line that is up to date stays where it is.
+        if (__atomic_load_n(&use.last, __ATOMIC_RELAXED) != uses.now)
+          __atomic_store_n(&use.last, uses.now, __ATOMIC_RELAXED);
+      });
+    case UseRule::kAdd:
+      return each([&](SlotUse& use) {
+        use.last = uses.now;
+        use.count += use.count != ~uint32_t{0};
+      });
+    case UseRule::kDraw: {
+      uint64_t drawn[kMost];
+      for (size_t i = 0; i < kMost; ++i) drawn[i] = hash_id(uses.draws + 1 + i);
+      size_t next = 0;
+      each([&](SlotUse& use) {
+        const bool draws = use.count < kLargestLogarithm;
+        const uint64_t low_bits = (uint64_t{1} << (use.count & 63)) - 1;
+        use.last = uses.now;
+        use.count += draws && (drawn[next] & low_bits) == 0;
+        next += draws;
+      });
+      uses.draws += next;
+    }
+  }
+}
 
-// Ids pass in blocks through steps that are a block apart; lines come first to the second-level
-// cache, then to the first.
-void find_values(const IndexView& index, const uint32_t* values, const ValueRecord* records,
-                 const uint64_t* ids, size_t n, uint32_t* found) {
-  Block ring[8];
+template <class Way>
+size_t find_in_blocks(const IndexView& index, const uint32_t* values, Uses* uses,
+                      const uint64_t* ids, size_t n, uint32_t* found) {
+  constexpr size_t kBlock = Way::kBlock, kDelay = Way::kDelay;
+  static_assert(3 * kDelay < kRing);
+  Block<Way> ring[kRing];
+  size_t missing = 0;
   const size_t blocks = (n + kBlock - 1) / kBlock;
   const auto at_step = [&](size_t step, size_t delay, auto&& work) {
     if (step < delay || step - delay >= blocks) return;
     const size_t block = step - delay, begin = block * kBlock;
-    work(ring[block % 8], begin, n - begin < kBlock ? n - begin : kBlock);
+    work(ring[block % kRing], begin, n - begin < kBlock ? n - begin : kBlock);
   };
-  for (size_t step = 0; step < blocks + 4; ++step) {
-    at_step(step, 0, [&](Block& block, size_t begin, size_t count) {
-      hash_step(index, ids + begin, count, block);
+  const auto again = [&](size_t step, size_t delay, auto&& line) {
+    if constexpr (Way::kTwice)
+      at_step(step, delay + 1, [&](Block<Way>& block, size_t begin, size_t count) {
+        for (size_t i = 0; i < count; ++i) line(block, begin + i, i);
+      });
+  };
+  for (size_t step = 0; step < blocks + 3 * kDelay; ++step) {
+    at_step(step, 0, [&](Block<Way>& block, size_t begin, size_t count) {
+      const auto hash_one = [&, buckets = index.num_buckets](size_t i) {
+        const uint64_t hash = hash_id(ids[begin + i]);
+        block.base[i] = static_cast<uint32_t>(bucket_of(hash, buckets) * kWidth);
+        block.digest[i] = digest_of(hash);
+      };
+      if (count == kBlock) {  // a known length
+        for (size_t i = 0; i < kBlock; ++i) hash_one(i);
+      } else {
+        for (size_t i = 0; i < count; ++i) hash_one(i);
+      }
+      for (size_t i = 0; i < count; ++i) Way::fetch(index.digests + block.base[i]);
     });
-    at_step(step, 1, [&](Block& block, size_t, size_t count) {
-      for (size_t i = 0; i < count; ++i) prefetch_near(index.digests + block.base[i]);
+    again(step, 0, [&](Block<Way>& block, size_t, size_t i) {
+      prefetch_near(index.digests + block.base[i]);
     });
-    at_step(step, 2, [&](Block& block, size_t, size_t count) {
+    at_step(step, kDelay, [&](Block<Way>& block, size_t, size_t count) {
       for (size_t i = 0; i < count; ++i) {
         const uint64_t mask =
             match64(index.digests + block.base[i], static_cast<uint8_t>(block.digest[i]));
         block.mask[i] = mask;
         const uint32_t slot = block.base[i] + first_candidate(mask);
-        prefetch(index.keys + slot);
-        prefetch(values + slot);
+        Way::fetch(index.keys + slot);
+        Way::fetch(values + slot);
       }
     });
-    at_step(step, 3, [&](Block& block, size_t, size_t count) {
-      for (size_t i = 0; i < count; ++i) {
-        const uint32_t slot = block.base[i] + first_candidate(block.mask[i]);
-        prefetch_near(index.keys + slot);
-        prefetch_near(values + slot);
-      }
+    again(step, kDelay, [&](Block<Way>& block, size_t, size_t i) {
+      const uint32_t slot = block.base[i] + first_candidate(block.mask[i]);
+      prefetch_near(index.keys + slot);
+      prefetch_near(values + slot);
     });
-    at_step(step, 4, [&](Block& block, size_t begin, size_t count) {
+    at_step(step, 2 * kDelay, [&](Block<Way>& block, size_t begin, size_t count) {
       for (size_t i = 0; i < count; ++i) {
         const uint64_t id = ids[begin + i], mask = block.mask[i];
         const uint32_t slot = block.base[i] + first_candidate(mask);
@@ -89,10 +137,27 @@ void find_values(const IndexView& index, const uint32_t* values, const ValueReco
                       ? values[slot]
                       : other_candidate(index, values, block.base[i], mask & (mask - 1), id);
         found[begin + i] = value;
-        if (records != nullptr && value != kNoSlot) prefetch(records + value);
+        missing += value == kNoSlot;
+        if (uses != nullptr && value != kNoSlot) Way::fetch(uses->slots + value);
       }
     });
+    if (uses == nullptr) continue;
+    again(step, 2 * kDelay, [&](Block<Way>&, size_t at, size_t) {
+      if (found[at] != kNoSlot) prefetch_near(uses->slots + found[at]);
+    });
+    at_step(step, 3 * kDelay, [&](Block<Way>&, size_t begin, size_t count) {
+      write_down<kBlock>(*uses, found + begin, count);
+    });
   }
+  return missing;
+}
+
+}  // namespace
+
+size_t find_values(const IndexView& index, const uint32_t* values, Uses* uses, bool repeated,
+                   const uint64_t* ids, size_t n, uint32_t* found) {
+  return repeated ? find_in_blocks<Near>(index, values, uses, ids, n, found)
+                  : find_in_blocks<Far>(index, values, uses, ids, n, found);
 }
 
 }  // namespace dynamicemb::DYNAMICEMB_VARIANT

@@ -1,7 +1,7 @@
 #include "slot_map.h"
 
 #include <algorithm>
-#include <atomic>
+#include <bitset>
 #include <stdexcept>
 
 #include "batch.h"
@@ -13,7 +13,20 @@ namespace {
 
 constexpr size_t kChunk = 2048;  // ids per task
 constexpr size_t kAhead = 16;    // uses fetched in advance
-constexpr uint32_t kLargestLogarithm = 31;
+
+// Whether many of the ids come several times, as those of a batch of clicks do.
+bool many_repeated(const uint64_t* ids, size_t n) {
+  constexpr size_t kSample = 1024, kBits = size_t{1} << 14;
+  if (n < kSample) return false;
+  std::bitset<kBits> seen;
+  size_t repeated = 0;
+  for (size_t i = 0; i < kSample; ++i) {
+    const size_t bit = hash_id(ids[i]) % kBits;
+    repeated += seen[bit];
+    seen[bit] = true;
+  }
+  return repeated > kSample / 8;
+}
 
 }  // namespace
 
@@ -74,10 +87,12 @@ void SlotMap::grow_index() {
 
 void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots, int64_t missing,
                    int64_t offset) const {
+  const bool repeated = many_repeated(ids, n);
   parallel_for(threads, (n + kChunk - 1) / kChunk, [&](size_t task) {
     const size_t begin = task * kChunk, count = std::min(kChunk, n - begin);
     uint32_t found[kChunk];
-    kernels().find_values(index_.index(), slot_of_.data(), nullptr, ids + begin, count, found);
+    kernels().find_values(index_.index(), slot_of_.data(), nullptr, repeated, ids + begin, count,
+                          found);
     for (size_t i = 0; i < count; ++i)
       slots[begin + i] = found[i] == kNoSlot ? missing : offset + found[i];
   });
@@ -86,39 +101,34 @@ void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots, i
 // ---- a batch ----
 
 void SlotMap::find_known(const uint64_t* ids, size_t n, const int64_t* counts,
-                         const MapOptions& options, int64_t* slots,
-                         std::vector<uint32_t>& missing) {
+                         const MapOptions& options, int64_t* slots, std::vector<uint32_t>& missing,
+                         std::vector<int64_t>& before) {
   const size_t chunks = (n + kChunk - 1) / kChunk;
   std::vector<std::vector<uint32_t>> missing_of(chunks);
-  const bool counted = counts_uses(), alone = options.threads <= 1;
+  std::vector<std::vector<int64_t>> before_of(options.keep ? chunks : 0);
+  Uses uses{uses_.data(), time_, UseRule::kStamp, draws_};
+  if (counts_uses())
+    uses.rule = config_.policy == SlotPolicy::kLfuLru ? UseRule::kDraw : UseRule::kAdd;
+  Uses* at_once = counted_later(counts, options) ? nullptr : &uses;
+  const bool repeated = many_repeated(ids, n);
   parallel_for(options.threads, chunks, [&](size_t chunk) {
     const size_t begin = chunk * kChunk, count = std::min(kChunk, n - begin);
-    uint32_t found[kChunk], without[kChunk];
-    size_t misses = 0;
-    kernels().find_values(index_.index(), slot_of_.data(), records(), ids + begin, count, found);
-    for (size_t i = 0; i < count; ++i) {
-      const bool there = found[i] != kNoSlot;
-      slots[begin + i] = there ? int64_t{found[i]} : -1;
-      without[misses] = static_cast<uint32_t>(begin + i);
-      misses += !there;
+    uint32_t found[kChunk];
+    size_t left = kernels().find_values(index_.index(), slot_of_.data(), at_once, repeated,
+                                        ids + begin, count, found);
+    missing_of[chunk].reserve(left);
+    for (size_t i = 0; left > 0; ++i) {
+      if (found[i] != kNoSlot) continue;
+      missing_of[chunk].push_back(static_cast<uint32_t>(begin + i));
+      if (options.keep) before_of[chunk].push_back(slots[begin + i]);
+      --left;
     }
-    missing_of[chunk].assign(without, without + misses);
-    if (counted) {
-      if (alone)  // while their lines are near
-        count_uses(slots + begin, count, counts == nullptr ? nullptr : counts + begin, 1);
-      return;
-    }
-    for (size_t i = 0; i < count; ++i) {
-      if (i + kAhead < count && found[i + kAhead] != kNoSlot)
-        prefetch_near(&uses_[found[i + kAhead]]);
-      if (found[i] == kNoSlot) continue;
-      // Another thread may do the same; a line that is up to date stays where it is.
-      std::atomic_ref<uint64_t> last(uses_[found[i]].last);
-      if (last.load(std::memory_order_relaxed) != time_)
-        last.store(time_, std::memory_order_relaxed);
-    }
+    for (size_t i = 0; i < count; ++i)
+      slots[begin + i] = found[i] == kNoSlot ? int64_t{-1} : int64_t{found[i]};
   });
+  draws_ = uses.draws;
   for (const auto& some : missing_of) missing.insert(missing.end(), some.begin(), some.end());
+  for (const auto& some : before_of) before.insert(before.end(), some.begin(), some.end());
 }
 
 void SlotMap::count_use(SlotUse& use, uint64_t count) {
@@ -174,8 +184,9 @@ Mapped SlotMap::map(const uint64_t* ids, size_t n, const int64_t* counts, const 
   time_ = options.time;
   Mapped mapped;
   std::vector<uint32_t> missing;
-  find_known(ids, n, counts, options, slots, missing);
-  if (counts_uses() && options.threads > 1) count_uses(slots, n, counts, options.threads);
+  std::vector<int64_t> before;
+  find_known(ids, n, counts, options, slots, missing, before);
+  if (counted_later(counts, options)) count_uses(slots, n, counts, options.threads);
   SlotOrder::Request request = going(0, options.threads);
   request.spare_used_now = true;
   std::vector<uint64_t> used_bits;
@@ -195,6 +206,8 @@ Mapped SlotMap::map(const uint64_t* ids, size_t n, const int64_t* counts, const 
   }
   if (!missing.empty()) insert_missing(ids, counts, missing, options.evict, request, slots, mapped);
   if (options.pin) pin(slots, n);
+  for (size_t i = 0; i < before.size() && mapped.refused != 0; ++i)
+    if (slots[missing[i]] < 0) slots[missing[i]] = before[i];
   return mapped;
 }
 
@@ -216,9 +229,9 @@ void SlotMap::release(const SlotOrder::Request& request, IdSlots& released) {
   parallel_for(request.threads, (taken.size() + kChunk - 1) / kChunk, [&](size_t task) {
     const size_t end = std::min(taken.size(), (task + 1) * kChunk);
     for (size_t i = task * kChunk; i < end; ++i) {
-      if (i + 2 * kAhead < end) {
-        prefetch_near(&index_.keys_[taken[i + 2 * kAhead].owner - 1]);
-        prefetch_near(&index_.digests_[taken[i + 2 * kAhead].owner - 1]);
+      if (i + 4 * kAhead < end) {
+        prefetch(&index_.keys_[taken[i + 4 * kAhead].owner - 1]);
+        prefetch(&index_.digests_[taken[i + 4 * kAhead].owner - 1]);
       }
       released.ids[before + i] = index_.keys_[taken[i].owner - 1];
       released.slots[before + i] = taken[i].slot;

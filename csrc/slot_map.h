@@ -38,6 +38,7 @@ struct MapOptions {
   bool evict = true;  // else ids that find no free slot are refused
   bool pin = false;   // pins the slot of every occurrence once
   int threads = 1;
+  bool keep = false;  // slots[i] of an id that is refused stays as it was, instead of -1
 };
 
 struct Mapped {
@@ -60,6 +61,7 @@ class SlotMap {
   void find(const uint64_t* ids, size_t n, int threads, int64_t* slots, int64_t missing = -1,
             int64_t offset = 0) const;
   // Finds or inserts; counts (null: 1 each) are added to the uses. An id that is refused has -1.
+  // `slots` must not overlap `ids`.
   // Slots of ids of this batch are not evicted by it.
   Mapped map(const uint64_t* ids, size_t n, const int64_t* counts, const MapOptions& options,
              int64_t* slots);
@@ -89,15 +91,17 @@ class SlotMap {
 
   uint64_t id_of(uint32_t slot) const { return index_.keys_[uses_[slot].owner - 1]; }
   bool is_free(uint32_t slot) const { return uses_[slot].owner == 0; }
-  const ValueRecord* records() const {
-    static_assert(sizeof(SlotUse) == sizeof(ValueRecord));
-    return reinterpret_cast<const ValueRecord*>(uses_.data());
-  }
   bool counts_uses() const {
     return config_.policy != SlotPolicy::kLru && config_.policy != SlotPolicy::kTtl;
   }
+  // Whether uses are counted after the ids were found: threads would have to share them, or there
+  // is more than one to count.
+  bool counted_later(const int64_t* counts, const MapOptions& options) const {
+    return counts_uses() && (options.threads > 1 || counts != nullptr);
+  }
+  // What slots held at `missing` goes to `before`, if they are to keep it.
   void find_known(const uint64_t* ids, size_t n, const int64_t* counts, const MapOptions& options,
-                  int64_t* slots, std::vector<uint32_t>& missing);
+                  int64_t* slots, std::vector<uint32_t>& missing, std::vector<int64_t>& before);
   void count_use(SlotUse& use, uint64_t count);
   void count_uses(const int64_t* slots, size_t n, const int64_t* counts, int threads);
   // Gives the id a position in its bucket; false: the bucket is full.

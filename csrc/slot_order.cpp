@@ -1,6 +1,7 @@
 #include "slot_order.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <functional>
@@ -13,31 +14,35 @@ namespace {
 
 constexpr std::size_t kSample = 4096;      // slots that a limit is estimated from
 constexpr std::size_t kChunk = 1u << 16;   // slots per task of a scan
+constexpr std::size_t kPart = 512;         // slots of a scan that are collected together
 constexpr std::size_t kSmallRound = 1024;  // slots of a round, at least
 constexpr int kLogShift = 59;              // kLfuLru: five bits of logarithm above the time
 constexpr std::uint64_t kLargestScore = 0x7fefffffffffffff;  // the bits of the largest double
 
+std::uint64_t lfu_lru_key(const SlotUse& use) {
+  return (std::uint64_t{use.count} << kLogShift) |
+         (use.last & ((std::uint64_t{1} << kLogShift) - 1));
+}
+
 // Sorts by (key, slot) what is in the order of the slots: least significant digits first, and only
-// the digits that differ. `other` is memory to do it in.
+// bits that differ. `other` is memory to do it in.
 void sort_by_key(std::vector<SlotKey>& slots, std::vector<SlotKey>& other) {
   if (slots.empty()) return;
   constexpr int kDigit = 11;
-  std::uint64_t smallest = slots[0].key, largest = slots[0].key;
-  for (const SlotKey& at : slots) {
-    smallest = std::min(smallest, at.key);
-    largest = std::max(largest, at.key);
-  }
-  const int bits = std::bit_width(largest - smallest);
-  if (bits != 0) other.resize(slots.size());
-  std::vector<std::size_t> places(std::size_t{1} << kDigit);
-  for (int shift = 0; shift < bits; shift += kDigit) {
-    const auto digit = [&](const SlotKey& at) {
-      return ((at.key - smallest) >> shift) & ((std::uint64_t{1} << kDigit) - 1);
-    };
+  std::uint64_t differ = 0;
+  for (const SlotKey& at : slots) differ |= at.key ^ slots[0].key;
+  if (differ != 0) other.resize(slots.size());
+  std::vector<std::uint32_t> places(std::size_t{1} << kDigit);
+  while (differ != 0) {
+    const int shift = std::countr_zero(differ);
+    const std::uint64_t mask =
+        std::min<std::uint64_t>(std::bit_ceil((differ >> shift) + 1), 1u << kDigit) - 1;
+    const auto digit = [&](const SlotKey& at) { return (at.key >> shift) & mask; };
+    differ &= ~(mask << shift);
     std::fill(places.begin(), places.end(), 0);
     for (const SlotKey& at : slots) ++places[digit(at)];
-    std::size_t place = 0;
-    for (std::size_t& count : places) place += std::exchange(count, place);
+    std::uint32_t place = 0;
+    for (std::uint32_t& count : places) place += std::exchange(count, place);
     for (const SlotKey& at : slots) other[places[digit(at)]++] = at;
     slots.swap(other);
   }
@@ -60,8 +65,7 @@ std::uint64_t SlotOrder::key(const SlotUse& use, std::uint64_t now) const {
     case SlotPolicy::kLfu:
       return use.count;
     case SlotPolicy::kLfuLru:
-      return (std::uint64_t{use.count} << kLogShift) |
-             (use.last & ((std::uint64_t{1} << kLogShift) - 1));
+      return lfu_lru_key(use);
     case SlotPolicy::kDistanceLfu:
       break;
   }
@@ -96,35 +100,39 @@ SlotKey SlotOrder::sampled_limit(std::span<const SlotUse> uses, std::size_t used
 
 void SlotOrder::scan(std::span<const SlotUse> uses, std::size_t begin, std::size_t end,
                      SlotKey limit, std::uint64_t now, std::vector<SlotKey>& found) const {
-  const auto keep = [&](std::size_t slot) {
-    if (uses[slot].owner == 0) return;
-    const SlotKey at{key(uses[slot], now), static_cast<std::uint32_t>(slot)};
-    if (at < limit) found.push_back(at);
+  if (policy_ == SlotPolicy::kDistanceLfu) {
+    // A key costs a division, and most slots are far above the limit: a cheap test first.
+    const std::uint32_t* most = most_uses_.data();
+    const std::size_t known = most_uses_.size();
+    for (std::size_t slot = begin; slot < end; ++slot) {
+      const std::uint64_t age = now - uses[slot].last;
+      if (uses[slot].owner == 0 || (age < known && uses[slot].count > most[age])) continue;
+      const SlotKey at{key(uses[slot], now), static_cast<std::uint32_t>(slot)};
+      if (at < limit) found.push_back(at);
+    }
+    return;
+  }
+  const auto append = [&](auto key_of) {  // without branches: any share of them may be below
+    std::array<SlotKey, kPart> part;
+    for (std::size_t at = begin; at < end; at += kPart) {
+      std::size_t kept = 0;
+      for (std::size_t slot = at; slot < std::min(end, at + kPart); ++slot) {
+        const std::uint64_t present = key_of(uses[slot]);
+        part[kept] = {present, static_cast<std::uint32_t>(slot)};
+        const bool below = (present < limit.key) | ((present == limit.key) & (slot < limit.slot));
+        kept += below & (uses[slot].owner != 0);
+      }
+      found.insert(found.end(), part.begin(), part.begin() + static_cast<std::ptrdiff_t>(kept));
+    }
   };
-  // Most slots are far above the limit: a cheap test first.
   switch (policy_) {
     case SlotPolicy::kLru:
     case SlotPolicy::kTtl:
-      for (std::size_t slot = begin; slot < end; ++slot)
-        if (uses[slot].last <= limit.key) keep(slot);
-      return;
+      return append([](const SlotUse& use) { return use.last; });
     case SlotPolicy::kLfu:
-      for (std::size_t slot = begin; slot < end; ++slot)
-        if (uses[slot].count <= limit.key) keep(slot);
-      return;
-    case SlotPolicy::kLfuLru:
-      for (std::size_t slot = begin; slot < end; ++slot)
-        if (uses[slot].count <= limit.key >> kLogShift) keep(slot);
-      return;
-    case SlotPolicy::kDistanceLfu: {
-      const std::uint32_t* most = most_uses_.data();
-      const std::size_t known = most_uses_.size();
-      for (std::size_t slot = begin; slot < end; ++slot) {
-        const std::uint64_t age = now - uses[slot].last;
-        if (age >= known || uses[slot].count <= most[age]) keep(slot);
-      }
-      return;
-    }
+      return append([](const SlotUse& use) { return std::uint64_t{use.count}; });
+    default:
+      return append(lfu_lru_key);
   }
 }
 
@@ -142,12 +150,13 @@ void SlotOrder::collect(std::span<const SlotUse> uses, SlotKey limit, const Requ
       most_uses_.push_back(static_cast<std::uint32_t>(uses_most < kMost ? uses_most : kMost));
     }
   }
+  all.clear();
+  if (request.threads <= 1) return scan(uses, 0, uses.size(), limit, request.now, all);
   parallel_for(request.threads, chunks, [&](std::size_t chunk) {
     const std::size_t end = std::min(uses.size(), (chunk + 1) * kChunk);
     found_[chunk].clear();
     scan(uses, chunk * kChunk, end, limit, request.now, found_[chunk]);
   });
-  all.clear();
   for (const auto& part : found_) all.insert(all.end(), part.begin(), part.end());
 }
 
@@ -197,9 +206,14 @@ void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& r
   if (added_.size() > 2 * uses.size()) reset();
   sort_slots(added_, merged_);
   merge(added_);
-  std::size_t size = std::max({used / 32, 4 * request.wanted, kSmallRound});
-  std::size_t left = request.wanted;
+  // A round serves several requests, but before a large one many slots have been used again.
+  const bool large = request.wanted >= used / 8;
+  std::size_t size =
+      std::max({used / 32, large ? request.wanted + used / 16 : 4 * request.wanted, kSmallRound});
+  std::size_t left = request.wanted, stale = 0;
   std::vector<SlotKey> held;
+  taken.reserve(taken.size() + std::min(left, used));
+  if (large) reset();
   while (left > 0) {
     SlotKey at;
     if (!next(at)) {
@@ -220,6 +234,11 @@ void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& r
     if (use.owner == 0) continue;
     const std::uint64_t present = key(use, request.now);
     if (present != at.key) {
+      if (++stale > request.wanted + used / 16) {  // a new round is cheaper than sorting them in
+        held.clear();
+        reset();
+        continue;
+      }
       // Used since. A smaller key belongs to a new id, which was noted.
       if (const SlotKey now{present, at.slot}; present > at.key && now < limit_) {
         raised_.push_back(now);

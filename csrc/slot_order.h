@@ -12,6 +12,8 @@
 #include <span>
 #include <vector>
 
+#include "kernels.h"
+
 namespace dynamicemb {
 
 enum class SlotPolicy : std::uint8_t {
@@ -20,13 +22,6 @@ enum class SlotPolicy : std::uint8_t {
   kDistanceLfu = 2,  // the smallest uses / (age + 1)^decay_exponent
   kLfuLru = 3,       // the smallest logarithm of uses (grown at random), then the oldest use
   kTtl = 4,          // the oldest use, and only if it is older than a limit
-};
-
-// How a slot was used, and by whom. The rest of a free slot means nothing.
-struct SlotUse {
-  std::uint64_t last = 0;   // time of the last use
-  std::uint32_t count = 0;  // uses, where the policy counts them; kLfuLru: their logarithm
-  std::uint32_t owner = 0;  // the id's position in the index + 1; 0: the slot is free
 };
 
 // A slot that lost its id.

@@ -242,7 +242,7 @@ def run_both(
             for slots in in_flight:
                 real.pin(torch.tensor(slots, dtype=torch.int64))
     state = real.state()
-    assert pairs(IdSlots(state.ids, state.slots)) == [
+    assert list(zip(state.ids.tolist(), state.slots.tolist(), strict=True)) == [
         (use.id, slot) for slot, use in sorted(reference.slots.items())
     ]
 
@@ -252,6 +252,34 @@ def test_it_does_what_the_reference_does(policy: SlotPolicy) -> None:
     for seed in range(20):
         run_both(policy, 13, 40, 20, 60, seed)
     run_both(policy, 5000, 12_000, 1500, 60, 99)  # several rounds of candidates
+
+
+@pytest.mark.parametrize("policy", [one for one in SlotPolicy if one is not SlotPolicy.TTL])
+def test_many_go_after_most_were_used_again(policy: SlotPolicy) -> None:
+    options: dict[str, Any] = {"min_used_freq_power": 0}
+    real = SlotMap(3000, policy, **options)
+    reference = ReferenceMap(3000, policy, **options)
+    rng = random.Random(7)
+    for step, share in enumerate((2, 9, 30, 1)):
+        for _ in range(3):
+            given = rng.choices(range(-1500, 1500), k=2500)
+            assert as_lists(real.map(torch.tensor(given))) == reference.map(given), step
+        count = len(real) // share
+        assert pairs(real.evict(count)) == reference.evict(count), step
+    assert len(real) == 0
+
+
+def test_slots_go_to_a_given_tensor_where_refused_ids_change_nothing() -> None:
+    table = SlotMap(3, SlotPolicy.LFU_LRU)
+    out = torch.full((5,), 70)
+    mapped = table.map(ids(5, 6, 5, 7, 8), out=out, evict=False)
+    assert mapped.slots is out
+    assert (out.tolist(), mapped.refused) == ([0, 1, 0, 2, 70], 1)
+    assert table.map(ids(8, 8, 5, 9, 9), out=out, evict=False).refused == 2
+    assert out.tolist() == [0, 1, 0, 2, 70]
+    for bad in (torch.zeros(4).long(), torch.zeros(10).long()[::2], torch.zeros(5)):
+        with pytest.raises(DynamicEmbError, match="out"):
+            table.map(ids(5, 6, 5, 7, 8), out=bad)
 
 
 @pytest.mark.parametrize("policy", list(SlotPolicy))

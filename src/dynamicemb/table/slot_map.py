@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,19 +36,37 @@ class SlotPolicy(enum.Enum):
     TTL = 4  #: key: the time of the last use; only ids whose last use is more than ttl ago
 
 
-@dataclass(frozen=True)
 class IdSlots:
-    """Ids and their slots, both int64 [n]."""
+    """Ids and their slots, as tensors of their own when they are asked for."""
 
-    ids: torch.Tensor
-    slots: torch.Tensor
+    def __init__(self, found: _engine.IdSlots) -> None:
+        self._found = found
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._found)
+
+    @cached_property
+    def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.empty(len(self), dtype=torch.int64)
+        slots = torch.empty(len(self), dtype=torch.int64)
+        self._found.copy(ids.data_ptr(), slots.data_ptr())
+        return ids, slots
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int64 [n]."""
+        return self._columns[0]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [n]."""
+        return self._columns[1]
 
     def pairs(self) -> torch.Tensor:
         """int64 [n, 2]: (id, slot)."""
-        return torch.stack((self.ids, self.slots), dim=1)
+        pairs = torch.empty(len(self), 2, dtype=torch.int64)
+        self._found.copy_pairs(pairs.data_ptr())
+        return pairs
 
 
 @dataclass(frozen=True)
@@ -156,21 +175,28 @@ class SlotMap:
         time: int | None = None,
         evict: bool = True,
         pin: bool = False,
+        out: torch.Tensor | None = None,
     ) -> Mapped:
         """Find the slots of ``ids`` (int64 [n]) and give one to those that have none.
 
         Every occurrence is one use, or ``counts[i]`` (int64 [n], positive) uses. With
         ``evict=False`` new ids are refused when no slot is free. ``pin`` pins the slot of each
-        occurrence once; ``unpin(mapped.slots)`` undoes it.
+        occurrence once; ``unpin(mapped.slots)`` undoes it. The slots go to ``out``, where given
+        (int64 [n], contiguous, apart from ``ids``); ids that are refused leave their places there
+        as they were.
         """
         ids = _checked("ids", ids)
+        if out is not None:
+            whole = _checked("out", out).data_ptr() == out.data_ptr()
+            if not whole or out.shape != ids.shape:
+                raise wrong_value("out.shape", tuple(out.shape), f"{tuple(ids.shape)}, contiguous")
         if counts is not None:
             counts = _checked("counts", counts)
             if counts.shape != ids.shape:
                 raise wrong_value("counts.shape", tuple(counts.shape), str(tuple(ids.shape)))
             if len(counts) and int(counts.min()) < 1:
                 raise wrong_value("counts", int(counts.min()), "at least 1")
-        slots = torch.empty_like(ids)
+        slots = torch.empty_like(ids) if out is None else out
         try:
             inserted, evicted, refused = self._engine.map(
                 ids.data_ptr(),
@@ -179,12 +205,13 @@ class SlotMap:
                 time=self._later(time),
                 evict=check_bool("evict", evict),
                 pin=check_bool("pin", pin),
+                keep=out is not None,
                 threads=threads(),
                 slots=slots.data_ptr(),
             )
         except MemoryError as error:
             raise OutOfMemoryError(f"a map of {self.capacity} slots: {error}") from error
-        return Mapped(slots, _tensors(inserted), _tensors(evicted), refused)
+        return Mapped(slots, IdSlots(inserted), IdSlots(evicted), refused)
 
     def evict(self, count: int, *, expired: bool = False, time: int | None = None) -> IdSlots:
         """Free the first ``count`` slots in the order of the policy, or as many as are not pinned;
@@ -193,12 +220,12 @@ class SlotMap:
         now = self.time if time is None else self._later(time)
         if check_bool("expired", expired) and self.policy is not SlotPolicy.TTL:
             raise wrong_value("expired", expired, "False, unless the policy is TTL")
-        return _tensors(self._engine.evict(count, expired=expired, time=now, threads=threads()))
+        return IdSlots(self._engine.evict(count, expired=expired, time=now, threads=threads()))
 
     def erase(self, ids: torch.Tensor) -> IdSlots:
         """Free the slots of ``ids`` that have one and are not pinned, and return them."""
         ids = _checked("ids", ids)
-        return _tensors(self._engine.erase(ids.data_ptr(), len(ids), threads()))
+        return IdSlots(self._engine.erase(ids.data_ptr(), len(ids), threads()))
 
     def pin(self, slots: torch.Tensor) -> None:
         """Keep these slots (int64 [n]; -1 is skipped) until they are unpinned as often."""
@@ -213,12 +240,12 @@ class SlotMap:
     def used_since(self, time: int | None = None) -> IdSlots:
         """The ids that were used after ``time`` (``None``: all), in the order of their slots."""
         moment = 0 if time is None else check_integer("time", time, minimum=0, maximum=MAX_TIME)
-        return _tensors(self._engine.used_since(moment, time is None))
+        return IdSlots(self._engine.used_since(moment, time is None))
 
     def state(self) -> SlotMapState:
         """See :class:`SlotMapState`; :meth:`restore` makes an equal map of it."""
         which = self._engine.used_since(0, True)
-        pairs = _tensors(which)
+        pairs = IdSlots(which)
         last = torch.empty(len(which), dtype=torch.int64)
         counts = torch.empty(len(which), dtype=torch.uint32)
         self._engine.uses(which, last.data_ptr(), counts.data_ptr())
@@ -317,10 +344,3 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
     if tensor.device.type != "cpu":
         raise wrong_value(f"{name}.device", str(tensor.device), "'cpu'")
     return tensor.resolve_neg().contiguous().view(torch.int64)
-
-
-def _tensors(pairs: _engine.IdSlots) -> IdSlots:
-    ids = torch.empty(len(pairs), dtype=torch.int64)
-    slots = torch.empty(len(pairs), dtype=torch.int64)
-    pairs.copy(ids.data_ptr(), slots.data_ptr())
-    return IdSlots(ids, slots)

@@ -59,6 +59,13 @@ def _only(name: str, config: Mapping[str, Any], allowed: tuple[str, ...]) -> Non
             raise wrong_value(f"a key of {name}", key, ", ".join(allowed))
 
 
+def _can_be_written(slots: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Whether the engine can write slots straight there while it reads the ids."""
+    plain = slots.dtype == torch.int64 and slots.device.type == "cpu" and slots.is_contiguous()
+    apart = slots.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr()
+    return plain and apart and not slots.is_neg()
+
+
 class IDTransformer:
     """Gives ids (any int64) slots 0 .. num_embedding - 1.
 
@@ -99,9 +106,12 @@ class IDTransformer:
         now = check_integer("time", time, minimum=0)
         if now < self._transformer.time:
             raise wrong_value("time", now, f"{self._transformer.time} or more: it cannot go back")
-        flat = [tensor.reshape(-1) for tensor in global_ids]
-        ids = flat[0] if len(flat) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *flat])
-        mapped = self._transformer.map(ids.cpu(), time=now, evict=False)
+        ids = [tensor.reshape(-1).cpu() for tensor in global_ids]
+        if len(ids) == 1 and _can_be_written(cache_ids[0], ids[0]):
+            mapped = self._transformer.map(ids[0], time=now, evict=False, out=cache_ids[0].view(-1))
+            return TransformResult(mapped.refused == 0, mapped.inserted.pairs())
+        joined = torch.cat([torch.empty(0, dtype=torch.int64), *ids])
+        mapped = self._transformer.map(joined, time=now, evict=False)
         for tensor, slots in zip(cache_ids, mapped.slots.split(sizes), strict=True):
             slots = slots.view(tensor.shape)
             if mapped.refused:
