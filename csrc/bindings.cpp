@@ -21,6 +21,7 @@ using namespace nb::literals;
 using namespace dynamicemb;
 
 void bind_plugin(nb::module_& m);    // bindings_plugin.cpp
+void bind_redis(nb::module_& m);     // bindings_redis.cpp
 void bind_serving(nb::module_& m);   // bindings_serving.cpp
 void bind_slot_map(nb::module_& m);  // bindings_slot_map.cpp
 void bind_store(nb::module_& m);     // bindings_store.cpp
@@ -516,6 +517,7 @@ NB_MODULE(_engine, m) {
   bind_table(m);
   bind_changes(m);
   bind_plugin(m);
+  bind_redis(m);
   bind_serving(m);
   bind_slot_map(m);
   bind_store(m);

@@ -101,6 +101,11 @@ class PluginStore:
 
     def push(self, table: bytes, ids: int, n: int, sizes: Sequence[int], timeout_ms: int, rows: int) -> None: ...
 
+def read_redis_values(text: int, length: int, wanted: int, head: bytes, tag_bytes: int, row_bytes: int, rows: int, found: int) -> tuple[int, int, int, int]:
+    """
+    (bytes read, values read, problem, size) of values that MGET answers with.
+    """
+
 class MappedShard:
     def __init__(self, *, index: int = 0, slots: int = 0, ids: int, rows: int, removed_ids: int, removed: int, values: int, first_rows: int = 0, buckets: int = 0) -> None: ...
 

@@ -7,8 +7,9 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from dynamicemb.errors import StoreError, missing_package
@@ -37,6 +38,23 @@ from redis.exceptions import (
     TryAgainError,
 )
 from redis.retry import Retry
+
+from dynamicemb.tiers.remote.redis_values import Replies
+
+#: What may be over when a command is sent again.
+_ON_THE_WAY = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    MasterDownError,
+    ClusterDownError,
+    TryAgainError,
+    MovedError,
+    AskError,
+    RedisClusterException,
+    OSError,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -125,9 +143,7 @@ class RedisClient:
     def converse(self, message: Sequence[bytes | memoryview], replies: int) -> list[Any]:
         """Send commands as bytes over one connection and return their replies (not of a cluster).
         An error that the server answers with is raised."""
-        pool = self.client.connection_pool
-        connection = pool.get_connection()
-        try:
+        with self._connection() as connection:
             connection.send_packed_command(list(message))
             answers = []
             for _ in range(replies):
@@ -135,16 +151,56 @@ class RedisClient:
                     answers.append(connection.read_response(disable_decoding=True))
                 except ResponseError as error:  # the other replies still come
                     answers.append(error)
-        except BaseException:
-            connection.disconnect()
-            raise
-        finally:
-            pool.release(connection)
         problem = next((one for one in answers if isinstance(one, ResponseError)), None)
         if problem is not None:
             connection.disconnect()  # it may be of a server that is not the master any more
             raise problem
         return answers
+
+    def stream(
+        self,
+        what: str,
+        messages: Sequence[Callable[[], bytes]],
+        read: Callable[[Replies, int], None],
+        longest: int,
+    ) -> None:
+        """Send commands over one connection, each while the one before is answered, and ``read``
+        the reply to each (not of a cluster). After a failure on the way it goes on with the first
+        that was not read; :meth:`retry` bounds failures without any progress."""
+        done = 0
+
+        def go_on() -> None:
+            nonlocal done
+            before = done
+            try:
+                with self._connection() as connection:
+                    replies = Replies(connection, longest)
+                    sent = done
+                    while done < len(messages):
+                        while sent < min(done + 2, len(messages)):
+                            connection.send_packed_command([messages[sent]()], sent == before)
+                            sent += 1
+                        read(replies, done)
+                        done += 1
+            except _ON_THE_WAY as error:
+                if done == before or isinstance(error, StoreError):
+                    raise
+
+        while done < len(messages):
+            self.retry(what, go_on)
+
+    @contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """One of the pool's; closed after any error."""
+        pool = self.client.connection_pool
+        connection = pool.get_connection()
+        try:
+            yield connection
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
 
     def cluster_commands(self, commands: Sequence[tuple[bytes, ...]]) -> list[Any]:
         """Replies to commands whose keys are in one place each; of a cluster."""
@@ -164,19 +220,7 @@ class RedisClient:
                 return work()
             except (AuthenticationError, AuthorizationError) as error:
                 raise self._error(what, error, "") from None
-            except (
-                redis.ConnectionError,
-                redis.TimeoutError,
-                BusyLoadingError,
-                ReadOnlyError,
-                MasterDownError,
-                ClusterDownError,
-                TryAgainError,
-                MovedError,
-                AskError,
-                RedisClusterException,
-                OSError,
-            ) as error:
+            except _ON_THE_WAY as error:
                 if isinstance(error, StoreError):
                     raise
                 if _names_credentials(error):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from dynamicemb.errors import CorruptStoreError
+from dynamicemb.errors import CorruptStoreError, StoreError
 from dynamicemb.tiers.remote.redis_client import client_of
 from dynamicemb.tiers.remote.redis_keys import (
     Bytes,
@@ -21,6 +22,7 @@ from dynamicemb.tiers.remote.redis_keys import (
     many_commands,
     one_command,
 )
+from dynamicemb.tiers.remote.redis_values import Replies, ValueShape, WrongValueError
 from dynamicemb.tiers.remote.rows import RemoteRows, RowFormat, first_of_each
 from dynamicemb.tiers.remote.url import RedisUrl
 
@@ -115,10 +117,10 @@ class _RedisRows(RemoteRows):
     def _push(self, ids: Ids, rows: Bytes) -> None:
         """:meth:`push` of distinct ids, of which there are some."""
 
-    def _wrong_size(self, key: bytes, value: bytes, allowed: int) -> CorruptStoreError:
+    def _wrong_size(self, key: bytes, size: int, allowed: int) -> CorruptStoreError:
         return CorruptStoreError(
             None,
-            f"{self!r}: the value of key {key!r} has {len(value)} bytes; a row of "
+            f"{self!r}: the value of key {key!r} has {size} bytes; a row of "
             f"{self.format.describe()} has {allowed}",
             self._url.where,
         )
@@ -132,6 +134,7 @@ class PackedRedisRows(_RedisRows):
     def __init__(self, url: RedisUrl, table: str, row_format: RowFormat) -> None:
         super().__init__(url, table, row_format)
         self._keys = PackedKeys(url.prefix, table)
+        self._shape = ValueShape(row_format.tag, row_format.nbytes)
         self._blank = bytes(4 + row_format.nbytes)
 
     def _jobs(self, ids: Ids) -> list[Any]:
@@ -148,42 +151,59 @@ class PackedRedisRows(_RedisRows):
         rows = np.empty((len(numbers), self.format.nbytes), np.uint8)
         what = self._what("reading")
 
-        def work(part: Any) -> None:
-            some = numbers[part]
+        def work(parts: Sequence[Any]) -> None:
             if self._cluster:
-                replies = self._client.retry(what, lambda: self._cluster_get(some))
-            else:
-                message = one_command(b"MGET", self._keys.matrix(some))
-                replies = self._client.retry(what, lambda: self._client.converse(message, 1))[0]
-            found[part], rows[part] = self._values(some, replies)
+                for part in parts:
+                    self._cluster_pull(what, numbers[part], part, found, rows)
+                return
 
-        if len(numbers):
-            self._client.run_all(work, self._jobs(numbers))
+            def message(part: slice) -> bytes:
+                return b"".join(one_command(b"MGET", self._keys.matrix(numbers[part])))
+
+            def read(replies: Replies, index: int) -> None:
+                part = parts[index]
+                try:
+                    replies.values(self._shape, rows[part], found[part])
+                except WrongValueError as error:
+                    raise self._wrong_value(numbers[part][error.index], error) from None
+
+            messages = [partial(message, part) for part in parts]
+            self._client.stream(what, messages, read, len(self._blank) + 32)
+
+        jobs, threads = self._jobs(numbers), self._url.num_threads
+        if jobs:
+            self._client.run_all(work, [jobs[at::threads] for at in range(min(threads, len(jobs)))])
         return torch.from_numpy(found), torch.from_numpy(rows)
 
-    def _values(self, ids: Ids, replies: Sequence[bytes | None]) -> tuple[Any, Bytes]:
-        """(found, rows) of what MGET answered."""
-        found: Any = True
-        values: Sequence[bytes] = replies  # type: ignore[assignment]
-        if None in replies:
-            found = np.fromiter((one is not None for one in replies), np.bool_, len(replies))
-            values = [self._blank if one is None else one for one in replies]
+    def _wrong_value(self, id_: Any, error: WrongValueError) -> StoreError:
+        key = self._keys.of(np.array([id_]))[0]
+        if error.kind == "size":
+            return self._wrong_size(key, error.size, len(self._blank))
+        if error.kind == "tag":
+            return self._wrong_kind(key)
+        return StoreError(None, f"{self!r}: a reply that is not a value", self._url.where)
+
+    def _wrong_kind(self, key: bytes) -> CorruptStoreError:
+        return CorruptStoreError(
+            None,
+            f"{self!r}: the value of key {key!r} is not a row of {self.format.describe()}: "
+            "another kind of table or optimizer, or something else, wrote it. Use another "
+            "prefix or table name",
+            self._url.where,
+        )
+
+    def _cluster_pull(self, what: str, ids: Ids, part: Any, found: Any, rows: Bytes) -> None:
+        replies = self._client.retry(what, lambda: self._cluster_get(ids))
         expected = len(self._blank)
-        if set(map(len, values)) - {expected}:
-            at = next(i for i, one in enumerate(values) if len(one) != expected)
-            raise self._wrong_size(self._keys.of(ids[at : at + 1])[0], values[at], expected)
-        block = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), expected)
-        wrong = (block[:, :4] != np.frombuffer(self.format.tag, np.uint8)).any(axis=1) & found
-        if wrong.any():
-            key = self._keys.of(ids[wrong.argmax() : wrong.argmax() + 1])[0]
-            raise CorruptStoreError(
-                None,
-                f"{self!r}: the value of key {key!r} is not a row of {self.format.describe()}: "
-                "another kind of table or optimizer, or something else, wrote it. Use another "
-                "prefix or table name",
-                self._url.where,
-            )
-        return found, block[:, 4:]
+        for at, value in enumerate(replies):
+            if value is not None and len(value) != expected:
+                raise self._wrong_size(self._keys.of(ids[at : at + 1])[0], len(value), expected)
+            if value is not None and not value.startswith(self.format.tag):
+                raise self._wrong_kind(self._keys.of(ids[at : at + 1])[0])
+        there = [one is not None for one in replies]
+        values = b"".join(self._blank if one is None else one for one in replies)
+        found[part] = there
+        rows[part] = np.frombuffer(values, np.uint8).reshape(len(ids), expected)[:, 4:]
 
     def _cluster_get(self, ids: Ids) -> list[bytes | None]:
         parts = self._places(ids)
@@ -274,7 +294,7 @@ class UpstreamRedisRows(_RedisRows):
                     self._url.where,
                 )
             if len(value) != size:
-                raise self._wrong_size(key, value, size)
+                raise self._wrong_size(key, len(value), size)
             yield value
 
     def _push(self, ids: Ids, rows: Bytes) -> None:
