@@ -12,6 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from static_models import (
     IDS,
     build,
+    config,
     data,
     fill_server,
     rows_of,
@@ -72,7 +73,7 @@ def test_other_shardings(memory: str, sharding: ShardingType, optimizer: EmbOpti
     for slots in (IDS, 100):
         torch.manual_seed(3)
         model = build("bags", slots, optimizer, sharding.value)
-        for one in (config for configs in model.configs.values() for config in configs):
+        for one in itertools.chain.from_iterable(model.configs.values()):
             one.weight_init_min = one.weight_init_max = 0.5
             one.init_fn = None
         shards = tensors_of("emb1", model.module.emb1, "a")[0].local_shards()
@@ -241,6 +242,10 @@ def test_refused(memory: str) -> None:
     model = build("sequence", 300)
     for arguments, message in [
         ({"configs_dict": {"emb3": model.configs["emb1"]}}, "'emb1', 'emb2'"),
+        (
+            {"configs_dict": {"emb2": [config("sequence", "c", 301, ["k"])]}},
+            "num_embeddings of table 'c' is 301; allowed: at most 300",
+        ),
         ({"data_info": {0: "emb9"}}, "emb1"),
         ({"num_prefetch": -1}, "at least 0"),
         ({"eviction_config": {"type": "best"}}, "mixed_lru_lfu"),
@@ -314,8 +319,6 @@ def test_the_server_fails_and_training_goes_on(
 
 def test_a_collection_without_a_server() -> None:
     """Slots alone, without a process group or a model."""
-    from static_models import config
-
     collection = IDTransformerCollection(
         [config("bags", "a", 8, []), config("bags", "b", 8, ["g"])]
     )

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dynamicemb.errors import UsageError, check_bool, wrong_type, wrong_value
 from dynamicemb.tde.distributed import Exchange
 from dynamicemb.tde.id_transformer_collection import IDTransformerCollection
-from dynamicemb.tde.ps import FetchHandle, PSCollection
+from dynamicemb.tde.ps import FetchHandle, PSCollection, tensors_of
 from dynamicemb.tde.streams import Moment, on_these_streams
 from dynamicemb.tde.utils import _get_sharded_modules_recursive
 
@@ -61,10 +61,17 @@ class IDTransformerGroup:
         for path, configs in configs_dict.items():
             collection, params_plan = sharded[path]
             names = [config.name for config in configs]
-            for name in names:
-                if name not in params_plan:
+            for config in configs:
+                if config.name not in params_plan:
                     raise wrong_value(
-                        f"a table of configs_dict[{path!r}]", name, ", ".join(params_plan)
+                        f"a table of configs_dict[{path!r}]", config.name, ", ".join(params_plan)
+                    )
+                rows = tensors_of(path, collection, config.name)[0].size(0)
+                if config.num_embeddings > rows:  # slots would lie outside of the table
+                    raise wrong_value(
+                        f"num_embeddings of table {config.name!r}",
+                        config.num_embeddings,
+                        f"at most {rows}, the rows that the table has in the model",
                     )
             chosen = {name: params_plan[name] for name in names}
             servers = PSCollection.fromModule(path, collection, chosen, url, ps_config)
