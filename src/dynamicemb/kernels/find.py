@@ -25,6 +25,7 @@ from dynamicemb.kernels.layout import (
     MARK,
     NO_EVICTION,
     PAIR,
+    RECORD,
     REJECTED,
     SCORE,
     SCORES,
@@ -61,7 +62,7 @@ def probe(
         pending = (low | high) != 0
         while tl.max(pending.to(tl.int32), axis=0) > 0:
             candidate = lowest_bit(low, high)
-            places = keys_at + (start + begin + candidate) * 8
+            places = keys_at + (start + begin + candidate) * RECORD
             key = tl.load(places.to(tl.pointer_type(tl.int64)), mask=pending, other=0)
             hit = pending & (key == ids)
             position = tl.where(hit, begin + candidate, position)
@@ -130,16 +131,18 @@ def saturated_sum(a, b):
 @kernel
 def find_kernel(
     ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, entry_counts_ptr,
-    codes_ptr, known_ptr, slots_ptr, next_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
+    codes_ptr, known_ptr, slots_ptr, next_ptr, free_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
     WRITE: tl.constexpr, CODES: tl.constexpr, MARKED: tl.constexpr, KNOWN: tl.constexpr,
+    FREE: tl.constexpr,
 ):  # fmt: skip
     """Finds the entries of a batch.
 
     WRITE 0: slots[e] = slot, or GONE. WRITE 1: hits also take their new score and are marked as
     touched (if MARKED), and each missing entry is put on the list of its bucket. CODES: entries
     whose code is FAILED or says that they were rejected are left as they are; codes_ptr is not
-    slots_ptr. KNOWN: the slots, or -1, are known already.
+    slots_ptr. KNOWN: the slots, or -1, are known already. FREE: free[2 * e] and the number after it
+    are the free slots of a missing entry's bucket, as bits; a bucket is one line.
     """
     count = tl.load(count_ptr)
     start = tl.program_id(0) * BLOCK
@@ -170,7 +173,7 @@ def find_kernel(
         found = tl.where(hit, slot.to(tl.int32), GONE)
         tl.store(slots_ptr + e, tl.where(wanted, found, code), mask=mask)
         if WRITE:
-            scores_at = field(meta_ptr, tables, SCORES, table, wanted) + slot * 8
+            scores_at = field(meta_ptr, tables, SCORES, table, wanted) + slot * RECORD
             scores = scores_at.to(tl.pointer_type(tl.int64))
             if STRATEGY == LFU or STRATEGY == PAIR:
                 before = tl.load(scores, mask=hit, other=0)
@@ -190,6 +193,13 @@ def find_kernel(
             missing = wanted & (hit == 0)
             before = tl.atomic_xchg(heads, e, mask=missing, sem="relaxed")
             tl.store(next_ptr + e, before, mask=missing)
+            if FREE:
+                if tl.max(missing.to(tl.int32), axis=0) > 0:
+                    # The line is still near.
+                    lines = digests_at + buckets * WIDTH
+                    low, high = matches(lines, e * 0, missing, LINE, BLOCK)
+                    tl.store(free_ptr + 2 * e, low, mask=missing)
+                    tl.store(free_ptr + 2 * e + 1, high, mask=missing)
         start += tl.num_programs(0) * BLOCK
 
 

@@ -36,6 +36,7 @@ from dynamicemb.kernels.layout import (
     MISSES,
     NO_EVICTION,
     PAIR,
+    RECORD,
     REJECTED,
     REJECTIONS,
     SCORE,
@@ -51,19 +52,23 @@ from dynamicemb.kernels.layout import (
 
 #: The top bit of 64.
 SIGN = tl.constexpr(-(2**63))
+#: Added to the number of victims of a bucket that has free slots.
+PARTLY = tl.constexpr(1 << 16)
 
 
 @kernel
 def place_kernel(
     ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, found_ptr, next_ptr, choice_ptr,
-    work_ptr, leaders_ptr, capacity, WIDTH: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr,
-    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
+    free_ptr, work_ptr, leaders_ptr, capacity, WIDTH: tl.constexpr, LINE: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
+    FREE: tl.constexpr,
 ):  # fmt: skip
     """choice[e] of a missing entry: its slot, FAILED, or -2 - q: the q-th slot its bucket evicts.
 
     Buckets that evict are listed by their first evicting entry: leaders[0] the entry, [1] where
-    its victims go, [2] how many; ``work`` counts leaders and victims. ``capacity`` is the length of
-    a row of ``leaders``.
+    its victims go, [2] how many, and PARTLY if the bucket has free slots, [3] the bucket; ``work``
+    counts leaders and victims. ``capacity`` is the length of a row of ``leaders``. FREE: the free
+    slots are known; see ``find_kernel``.
     """
     count = tl.load(count_ptr)
     start = tl.program_id(0) * BLOCK
@@ -94,7 +99,11 @@ def place_kernel(
             free = tl.zeros([BLOCK], tl.int32)
             begin = 0
             while begin < WIDTH:
-                low, high = matches(digests_at + slots + begin, rank * 0, missing, LINE, BLOCK)
+                if FREE:
+                    low = tl.load(free_ptr + 2 * e, mask=missing, other=0)
+                    high = tl.load(free_ptr + 2 * e + 1, mask=missing, other=0)
+                else:
+                    low, high = matches(digests_at + slots + begin, rank * 0, missing, LINE, BLOCK)
                 here = bit_count(low) + bit_count(high)
                 skip = rank - free
                 inside = missing & (skip >= 0) & (skip < here)
@@ -124,7 +133,9 @@ def place_kernel(
                     victims = victims + tl.cumsum(wanted, axis=0) - wanted
                     tl.store(leaders_ptr + at, e, mask=leads > 0)
                     tl.store(leaders_ptr + capacity + at, victims, mask=leads > 0)
-                    tl.store(leaders_ptr + 2 * capacity + at, wanted, mask=leads > 0)
+                    partly = tl.where(free > 0, PARTLY, 0)
+                    tl.store(leaders_ptr + 2 * capacity + at, wanted + partly, mask=leads > 0)
+                    tl.store(leaders_ptr + 3 * capacity + at, buckets.to(tl.int32), mask=leads > 0)
                     bases = heads_at + (count_of_buckets + buckets) * 4
                     tl.store(bases.to(tl.pointer_type(tl.int32)), victims, mask=leads > 0)
         start += tl.num_programs(0) * BLOCK
@@ -132,8 +143,8 @@ def place_kernel(
 
 @kernel
 def victims_kernel(
-    ids_ptr, tables_ptr, meta_ptr, batch_ptr, tables, number, work_ptr, leaders_ptr, capacity,
-    victims_ptr, hint_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    tables_ptr, meta_ptr, batch_ptr, tables, number, work_ptr, leaders_ptr, capacity, victims_ptr,
+    hint_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     ONE: tl.constexpr, ONE_CLASS: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """victims[base + q] = the position with the q-th smallest (score, slot) of a leader's bucket
@@ -144,25 +155,35 @@ def victims_kernel(
     if tl.program_id(0) == 0:
         tl.store(hint_ptr + 3, leaders)
     lane = tl.arange(0, PADDED)
+    word = tl.arange(0, 2 * PADDED)
     first = tl.program_id(0) * BLOCK
     while first < leaders:
         at = first + tl.arange(0, BLOCK)
         mask = at < leaders
-        e = tl.load(leaders_ptr + at, mask=mask, other=0)
+        e = at
+        if not ONE:
+            e = tl.load(leaders_ptr + at, mask=mask, other=0)
         table = entry_table(tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         base = tl.load(leaders_ptr + capacity + at, mask=mask, other=0)
         wanted = tl.load(leaders_ptr + 2 * capacity + at, mask=mask, other=0)
-        ids = tl.load(ids_ptr + e, mask=mask, other=0)
-        buckets = bucket_of(hash_id(ids), field(meta_ptr, tables, BUCKETS, table, mask))
+        buckets = tl.load(leaders_ptr + 3 * capacity + at, mask=mask, other=0).to(tl.int64)
         slot = (buckets * WIDTH)[:, None] + lane[None, :]
         inside = mask[:, None] & (lane < WIDTH)[None, :]
-        scores_at = field(meta_ptr, tables, SCORES, table, mask)[:, None] + slot * 8
-        scores_at = tl.multiple_of(scores_at.to(tl.pointer_type(tl.int64)), [1, 16])
-        score = tl.load(scores_at, mask=inside, other=0)
-        digests_at = field(meta_ptr, tables, DIGESTS, table, mask)[:, None] + slot
-        digest = tl.load(digests_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-        eligible = inside & (digest != 0)
+        # Whole records, in order; of each the second number.
+        records = field(meta_ptr, tables, KEYS, table, mask) + buckets * (WIDTH * RECORD)
+        records = tl.multiple_of(records.to(tl.pointer_type(tl.int64)), 16)
+        both = mask[:, None] & (word < 2 * WIDTH)[None, :]
+        numbers = tl.load(records[:, None] + word[None, :], mask=both, other=0)
+        _, score = tl.split(tl.reshape(numbers, (BLOCK, PADDED, 2)))
+        eligible = inside
+        partly = wanted >= PARTLY
+        if tl.max(partly.to(tl.int32), axis=0) > 0:
+            wanted = tl.where(partly, wanted - PARTLY, wanted)
+            digests_at = field(meta_ptr, tables, DIGESTS, table, mask)[:, None] + slot
+            looked_at = inside & partly[:, None]
+            digest = tl.load(digests_at.to(tl.pointer_type(tl.uint8)), mask=looked_at, other=1)
+            eligible = eligible & (digest != 0)
         if MARKED:
             marks_at = field(meta_ptr, tables, TOUCHED, table, mask)[:, None] + slot
             used = tl.load(marks_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
@@ -262,10 +283,10 @@ def commit_kernel(
                 free = missing & (choice >= 0)
                 inserted = free | evicts
                 slot = tl.where(evicts, buckets * WIDTH + victim, choice.to(tl.int64))
-            keys = (field(meta_ptr, tables, KEYS, table, inserted) + slot * 8).to(
+            keys = (field(meta_ptr, tables, KEYS, table, inserted) + slot * RECORD).to(
                 tl.pointer_type(tl.int64)
             )
-            scores = (field(meta_ptr, tables, SCORES, table, inserted) + slot * 8).to(
+            scores = (field(meta_ptr, tables, SCORES, table, inserted) + slot * RECORD).to(
                 tl.pointer_type(tl.int64)
             )
             times = (field(meta_ptr, tables, TIMES, table, inserted) + slot * 8).to(
@@ -334,5 +355,5 @@ def number_kernel(
     first = tl.load(next_ptr).to(tl.uint64)
     value = first + (rank - 1)
     value = tl.where(value < first, 0xFFFFFFFFFFFFFFFF, value)
-    scores = tl.load(meta_ptr + SCORES * tables + wanted) + slot * 8
+    scores = tl.load(meta_ptr + SCORES * tables + wanted) + slot * RECORD
     tl.store(scores.to(tl.pointer_type(tl.int64)), value.to(tl.int64), mask=mask)

@@ -11,8 +11,8 @@ import triton.language as tl
 
 #: Rows of the integer array.
 DIGESTS = tl.constexpr(0)  # uint8 per slot; 0: empty
-KEYS = tl.constexpr(1)  # int64 per slot
-SCORES = tl.constexpr(2)  # int64 per slot
+KEYS = tl.constexpr(1)  # int64 per slot, followed by its score
+SCORES = tl.constexpr(2)  # 8 bytes after the keys
 TIMES = tl.constexpr(3)  # int64 per slot, of the pair strategy
 TOUCHED = tl.constexpr(4)  # uint8 per slot: the number of the batch that used it last
 HEADS = tl.constexpr(5)  # int32 per bucket, all -1 between batches
@@ -24,6 +24,9 @@ CLASS = tl.constexpr(10)
 COUNTERS = tl.constexpr(11)  # int64 [8]
 STAMPS = tl.constexpr(12)  # int32 per slot: when its row changed last; 0: not written down
 INTEGERS = 13
+
+#: Bytes from the id, or the score, of a slot to that of the next: one access brings both.
+RECORD = tl.constexpr(16)
 
 #: Rows of a batch's array, int64 [BATCH_NUMBERS, tables].
 SCORE = tl.constexpr(0)  # what rows that the batch meets take as score

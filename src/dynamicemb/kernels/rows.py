@@ -8,6 +8,7 @@ import triton.language as tl
 from dynamicemb.kernels.launch import kernel
 from dynamicemb.kernels.layout import (
     MISSING,
+    RECORD,
     REJECTED,
     ROWS,
     SCORES,
@@ -189,7 +190,7 @@ def write_kernel(
             places = at.to(tl.pointer_type(tl.float32))[:, None] + column[None, :]
             tl.store(places, tl.load(given, mask=inside, other=0.0), mask=inside)
         if SCORED:
-            at = field(meta_ptr, tables, SCORES, table, mask) + slot * 8
+            at = field(meta_ptr, tables, SCORES, table, mask) + slot * RECORD
             value = tl.load(scores_ptr + place * WORDS + (WORDS - 1), mask=mask, other=0)
             tl.store(at.to(tl.pointer_type(tl.int64)), value, mask=mask)
             if WORDS == 2:

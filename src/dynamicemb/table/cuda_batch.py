@@ -255,7 +255,7 @@ class Batch:
         Changes nothing."""
         slots = self._new(torch.int32)
         for one in self.layout.classes:
-            self._find(one, slots, codes, None, None, write=False, marked=False)
+            self._find(one, slots, codes, None, None, write=False, marked=False, free=False)
         return slots
 
     def _find(
@@ -268,6 +268,7 @@ class Batch:
         *,
         write: bool,
         marked: bool,
+        free: bool,
     ) -> None:
         layout, any_pointer = self.layout, self.ids
         known = None
@@ -293,6 +294,7 @@ class Batch:
                 any_pointer if known is None else known,
                 slots,
                 any_pointer if following is None else following,
+                self.space.free,
             ),
             (
                 one.width,
@@ -305,6 +307,7 @@ class Batch:
                 codes is not None,
                 marked,
                 known is not None,
+                free,
             ),
         )
 
@@ -335,13 +338,14 @@ class Batch:
                 counts = self.occurrences(None)
             direct = one.wide or self.n > CROWDED * one.fewest_buckets
             marks = marked or direct
-            self._find(one, found, codes, counts, following, write=True, marked=marks)
+            free = not direct and one.width == one.line
+            self._find(one, found, codes, counts, following, write=True, marked=marks, free=free)
             if direct:
                 victims = torch.zeros(self.n, dtype=torch.uint8, device=self.device)
                 for t in one.members:
                     place_sorted(self, t, one, found, choice, victims)
             else:
-                victims = self._place(one, found, following, choice, marked)
+                victims = self._place(one, found, following, choice, marked, free)
             pointers = self.ids
             self._run_entries(
                 insert.commit_kernel,
@@ -386,6 +390,7 @@ class Batch:
         following: torch.Tensor,
         choice: torch.Tensor,
         marked: bool,
+        free: bool,
     ) -> torch.Tensor:
         """Slots from the buckets' lists; returns the victims that ``choice`` refers to."""
         layout, space = self.layout, self.space
@@ -403,11 +408,12 @@ class Batch:
                 found,
                 following,
                 choice,
+                space.free,
                 work,
                 leaders,
                 space.capacity,
             ),
-            (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy),
+            (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy, free),
             warps=4,
         )
         if one.strategy == NO_EVICTION_STRATEGY:
@@ -419,7 +425,6 @@ class Batch:
             insert.victims_kernel,
             min(blocks(self.n, rows), MORE_PROGRAMS if many else PERSISTENT),
             (
-                self.ids,
                 self.tables,
                 layout.meta,
                 layout.batch_numbers.device_tensor,

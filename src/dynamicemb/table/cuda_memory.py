@@ -69,10 +69,11 @@ class CudaMemory(DeviceTable):
     def _index(self, buckets: int) -> dict[str, torch.Tensor | None]:
         """An empty index: 18.1 bytes per slot of usual buckets, 8 more for the pair strategy."""
         slots = buckets * self._width
+        records = self._zeros(2 * slots, torch.int64).view(slots, 2)  # id and score of each slot
         return {
             "digests": self._zeros(slots, torch.uint8),
-            "keys": self._zeros(slots, torch.int64),
-            "scores": self._zeros(slots, torch.int64),
+            "keys": records[:, 0],
+            "scores": records[:, 1],
             "times": self._zeros(slots, torch.int64) if self.score_words == 2 else None,
             "touched": self._zeros(slots, torch.uint8),
             # The second half: where the victims of a bucket are listed.
