@@ -54,6 +54,19 @@ def test_training_goes_on_at_once(tmp_path: Path) -> None:
     assert contents(other) == before
 
 
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    model = make_model()
+    train(model)
+    before = contents(model)
+    with torch.device("meta"):  # memory that nothing may be written to
+        dump_async(tmp_path / "c", model, optim=True).wait()
+        DynamicEmbDump(tmp_path / "indexed", model, optim=True, serving_index=True)
+    for name in ("c", "indexed"):
+        other = make_model()
+        DynamicEmbLoad(tmp_path / name, other, optim=True)
+        assert contents(other) == before
+
+
 def test_several_run_in_order(tmp_path: Path) -> None:
     model = make_model()
     handles = []

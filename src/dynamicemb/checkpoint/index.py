@@ -66,7 +66,9 @@ def decode_header(data: bytes, role: str, name: str) -> IndexHeader:
 def build_index(ids: torch.Tensor, removed: torch.Tensor, name: str) -> torch.Tensor:
     """int64 [slots]: the words of an index over ``ids`` and then ``removed``, int64 on the CPU. An
     id that comes twice is a ``CorruptCheckpointError`` about ``name``."""
-    words = torch.zeros(_engine.index_slots(len(ids) + len(removed)), dtype=torch.int64)
+    words = torch.zeros(
+        _engine.index_slots(len(ids) + len(removed)), dtype=torch.int64, device="cpu"
+    )
     shard = _engine.MappedShard(
         index=0,
         slots=len(words),
@@ -93,11 +95,11 @@ def with_index(source: TableSource, removed: torch.Tensor | None = None) -> Tabl
             yield rows
 
     def ids() -> torch.Tensor:
-        return torch.cat([torch.empty(0, dtype=torch.int64), *seen])
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *seen])
 
     def gone() -> torch.Tensor:
         if removed is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return removed[~torch.isin(removed, ids())]
 
     def index() -> Iterator[torch.Tensor]:
@@ -115,7 +117,7 @@ def with_index(source: TableSource, removed: torch.Tensor | None = None) -> Tabl
 def with_buckets(source: TableSource, buckets: int) -> TableSource:
     """``source`` that also writes where the rows of each of ``buckets`` buckets begin, if its ids
     do come in the order of buckets, and no bucket has too many."""
-    counts = torch.zeros(buckets, dtype=torch.int64)
+    counts = torch.zeros(buckets, dtype=torch.int64, device="cpu")
     in_order = True
 
     def batches() -> Iterator[Rows]:
@@ -133,7 +135,7 @@ def with_buckets(source: TableSource, buckets: int) -> TableSource:
     def first_rows() -> Iterable[torch.Tensor] | None:
         if not in_order or int(counts.max()) > _MOST_IN_A_BUCKET:
             return None
-        words = torch.zeros(buckets + 1, dtype=torch.int64)
+        words = torch.zeros(buckets + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=words[1:])
         return iter([IndexHeader(BUCKETS, int(words[-1]), 0, len(words), "").encode(), words])
 
