@@ -21,13 +21,21 @@ class Clock:
         self._flush = torch.empty(256 << 20, dtype=torch.float32, device="cuda")
 
     def time(
-        self, call: Callable[[int], Any], *, repeats: int = 20, warm_up: int = 3, cold: bool = True
+        self,
+        call: Callable[[int], Any],
+        *,
+        repeats: int = 20,
+        warm_up: int = 3,
+        cold: bool = True,
+        before: Callable[[], None] | None = None,
     ) -> float:
-        """Median microseconds of ``call(i)``, i counting up."""
+        """Median microseconds of ``call(i)``, i counting up; ``before`` is called before each."""
         for i in range(warm_up):
             call(i)
         times = []
         for i in range(repeats):
+            if before is not None:
+                before()
             if cold:
                 self._flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hierarchical_kv
 import module_step
 import row_ops
 import table_ops
@@ -39,9 +40,9 @@ def main() -> None:
     loads = (0.5,) if args.quick else (0.5, 0.75, 1.0)
     dims = (64,) if args.quick else (32, 64, 128)
     parts: dict[str, Callable[[], Any]] = {
-        "module": lambda: module_step.run(clock),
-        "rows": lambda: row_ops.run(clock, bandwidth),
         "tables": lambda: table_ops.run(clock, bandwidth, loads, dims),
+        "rows": lambda: row_ops.run(clock, bandwidth),
+        "module": lambda: module_step.run(clock),
     }
     for name, part in parts.items():
         if args.only in name:
@@ -51,6 +52,10 @@ def main() -> None:
                 result[name] = {"error": traceback.format_exc()}
             (args.output / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
             print(name, json.dumps(result[name], indent=1), flush=True)
+    if "error" not in result.get("tables", {"error": ""}):
+        result["over_hierarchical_kv"] = hierarchical_kv.compare(result["tables"])
+        (args.output / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(result["over_hierarchical_kv"], indent=1), flush=True)
 
 
 if __name__ == "__main__":
