@@ -21,6 +21,7 @@ from dynamicemb.options import (
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
+from dynamicemb.table.cuda_evicted import Evicted
 from dynamicemb.table.rows import Pooling
 
 POINTERS = {
@@ -119,6 +120,10 @@ def _other_calls(cuda: Any, cuda_group: Any, tables: int) -> None:
     table.group.insert_batch(
         ids, None, [table.batch_score()], counts=None, codes=None, train=True, distinct=True
     )
+    batch, _ = table.group.insert_batch(
+        ids, None, [table.batch_score()], counts=None, codes=None, train=True, keep_evicted=True
+    )
+    Evicted(batch)._packed(table, 0, 1)
     table.initial_rows(ids)
     table.buckets_of(ids)
     table.mark_changes()

@@ -162,12 +162,15 @@ def entries_kernel(count, cells_ptr, cell_of_ptr, entry_of_ptr, BLOCK: tl.conste
 
 
 @kernel
-def distinct_kernel(count, entry_of_ptr, work_ptr, words, BLOCK: tl.constexpr):
-    """Every occurrence is an entry."""
+def distinct_kernel(
+    count, entry_of_ptr, work_ptr, words, from_ptr, to_ptr, numbers, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Every occurrence is an entry. Also copies ``numbers`` numbers of the batch (int32)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(entry_of_ptr + i, i, mask=i < count)
     if tl.program_id(0) == 0:
         reset_work(work_ptr, words, count)
+        copy_words(from_ptr, to_ptr, numbers, BLOCK)
 
 
 @kernel
@@ -200,27 +203,29 @@ def hot_kernel(
     """Entries with more than HOT occurrences: hot_entry lists their blocks of LIMIT, hot_base[e]
     is the first of them. Those with more than LONG are listed from the front, work[0] of them, and
     the others from the end of the ``room`` places, work[1]. LONG is at most LIMIT."""
+    count = tl.load(count_ptr)
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = e < tl.load(count_ptr)
-    start = tl.load(starts_ptr + e, mask=mask, other=0)
-    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
-    occurrences = tl.where(mask, end - start, 0)
-    parts = tl.where(occurrences > LONG, (occurrences + LIMIT - 1) // LIMIT, 0)
-    total = tl.sum(parts, axis=0)
-    if total > 0:
-        base = tl.atomic_add(work_ptr, total, sem="relaxed") + tl.cumsum(parts, axis=0) - parts
-        tl.store(hot_base_ptr + e, base, mask=parts > 0)
-        k = 0
-        most = tl.max(parts, axis=0)
-        while k < most:
-            tl.store(hot_entry_ptr + base + k, e, mask=k < parts)
-            k += 1
-    short = ((occurrences > HOT) & (occurrences <= LONG)).to(tl.int32)
-    total = tl.sum(short, axis=0)
-    if total > 0:
-        after = tl.atomic_add(work_ptr + 1, total, sem="relaxed") + tl.cumsum(short, axis=0)
-        tl.store(hot_base_ptr + e, room - after, mask=short > 0)
-        tl.store(hot_entry_ptr + room - after, e, mask=short > 0)
+    if tl.program_id(0) * BLOCK < count:
+        mask = e < count
+        start = tl.load(starts_ptr + e, mask=mask, other=0)
+        end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+        occurrences = tl.where(mask, end - start, 0)
+        parts = tl.where(occurrences > LONG, (occurrences + LIMIT - 1) // LIMIT, 0)
+        total = tl.sum(parts, axis=0)
+        if total > 0:
+            base = tl.atomic_add(work_ptr, total, sem="relaxed") + tl.cumsum(parts, axis=0) - parts
+            tl.store(hot_base_ptr + e, base, mask=parts > 0)
+            k = 0
+            most = tl.max(parts, axis=0)
+            while k < most:
+                tl.store(hot_entry_ptr + base + k, e, mask=k < parts)
+                k += 1
+        short = ((occurrences > HOT) & (occurrences <= LONG)).to(tl.int32)
+        total = tl.sum(short, axis=0)
+        if total > 0:
+            after = tl.atomic_add(work_ptr + 1, total, sem="relaxed") + tl.cumsum(short, axis=0)
+            tl.store(hot_base_ptr + e, room - after, mask=short > 0)
+            tl.store(hot_entry_ptr + room - after, e, mask=short > 0)
 
 
 @kernel

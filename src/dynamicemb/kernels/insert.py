@@ -155,7 +155,6 @@ def victims_kernel(
     if tl.program_id(0) == 0:
         tl.store(hint_ptr + 3, leaders)
     lane = tl.arange(0, PADDED)
-    word = tl.arange(0, 2 * PADDED)
     first = tl.program_id(0) * BLOCK
     while first < leaders:
         at = first + tl.arange(0, BLOCK)
@@ -170,12 +169,8 @@ def victims_kernel(
         buckets = tl.load(leaders_ptr + 3 * capacity + at, mask=mask, other=0).to(tl.int64)
         slot = (buckets * WIDTH)[:, None] + lane[None, :]
         inside = mask[:, None] & (lane < WIDTH)[None, :]
-        # Whole records, in order; of each the second number.
-        records = field(meta_ptr, tables, KEYS, table, mask) + buckets * (WIDTH * RECORD)
-        records = tl.multiple_of(records.to(tl.pointer_type(tl.int64)), 16)
-        both = mask[:, None] & (word < 2 * WIDTH)[None, :]
-        numbers = tl.load(records[:, None] + word[None, :], mask=both, other=0)
-        _, score = tl.split(tl.reshape(numbers, (BLOCK, PADDED, 2)))
+        scores_at = field(meta_ptr, tables, SCORES, table, mask)[:, None] + slot * RECORD
+        score = tl.load(scores_at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
         eligible = inside
         partly = wanted >= PARTLY
         if tl.max(partly.to(tl.int32), axis=0) > 0:

@@ -65,6 +65,9 @@ FAILED = tl.constexpr(-1)
 GONE = tl.constexpr(-2)
 REJECTED = tl.constexpr(-3)
 
+#: What ``fresh`` says of an entry that took the slot of an evicted row.
+EVICTED = tl.constexpr(2)
+
 #: Score strategies, by the engine's numbers.
 LFU = tl.constexpr(3)
 NO_EVICTION = tl.constexpr(4)

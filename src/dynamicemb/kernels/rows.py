@@ -7,6 +7,7 @@ import triton.language as tl
 
 from dynamicemb.kernels.launch import kernel
 from dynamicemb.kernels.layout import (
+    EVICTED,
     MISSING,
     RECORD,
     REJECTED,
@@ -19,6 +20,9 @@ from dynamicemb.kernels.layout import (
     table_of,
 )
 from dynamicemb.kernels.numbers import bytes_of, narrow, typed, widen
+
+#: Entries that :func:`write_kernel` writes.
+EVERY, STAYING, LISTED = map(tl.constexpr, range(3))
 
 
 @triton.jit
@@ -162,15 +166,21 @@ def bags_kernel(offsets_ptr, bags, count, bag_of_ptr, BLOCK: tl.constexpr):
 
 @kernel
 def write_kernel(
-    tables_ptr, count_ptr, slots_ptr, last_ptr, embeddings_ptr, state_ptr, scores_ptr, meta_ptr,
+    entries_ptr, count_ptr, slots_ptr, last_ptr, embeddings_ptr, state_ptr, scores_ptr, meta_ptr,
     tables, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
     STATE_DIM: tl.constexpr, STATE_COLUMNS: tl.constexpr, STATE_STRIDE: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, STATED: tl.constexpr, SCORED: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Writes given rows of one table: embeddings, then state and scores where they are given; the
-    data of entry e are at last[e]."""
+    data of entry e are at last[e]. PART: EVERY entry; those that evicted nothing (STAYING), as
+    ``entries`` says of each, see ``commit_kernel``; those that ``entries`` lists (LISTED)."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = e < tl.load(count_ptr)
+    if PART == STAYING:
+        mask = mask & (tl.load(entries_ptr + e, mask=mask, other=EVICTED) != EVICTED)
+    if PART == LISTED:
+        e = tl.load(entries_ptr + e, mask=mask, other=0)
     slot = tl.load(slots_ptr + e, mask=mask, other=-1).to(tl.int64)
     mask = mask & (slot >= 0)
     if tl.max(mask.to(tl.int32), axis=0) > 0:

@@ -15,37 +15,34 @@ from dynamicemb.errors import (
     check_integer,
     wrong_value,
 )
-from dynamicemb.kernels import initialize, rows
+from dynamicemb.kernels import initialize
 from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.kernels.layout import COUNTER_NAMES
 from dynamicemb.optimizers import Optimizer, OptimizerKind
 from dynamicemb.options import (
-    DynamicEmbCheckMode,
     DynamicEmbInitializerArgs,
     DynamicEmbPoolingMode,
     DynamicEmbTableOptions,
 )
 from dynamicemb.table.base import Table
 from dynamicemb.table.cuda_batch import SLOT_REJECTED, Batch
-from dynamicemb.table.cuda_content import CudaContent
 from dynamicemb.table.cuda_counter import CudaIdCounter, counting_options
 from dynamicemb.table.cuda_group import CudaTableGroup
 from dynamicemb.table.cuda_layout import bits, initializer_column, signed, to_device
+from dynamicemb.table.cuda_writing import CudaWriting
 from dynamicemb.table.numbers import (
-    NO_EVICTION_STRATEGY,
     initializer_numbers,
-    strategy_number,
 )
-from dynamicemb.table.rows import Inserted, Pooling, Rows, TableStats, Written
+from dynamicemb.table.rows import Inserted, Pooling, TableStats
 
 #: Columns of a row at most: a row is one tile of a kernel.
 MAX_CUDA_DIM = 4096
 #: Optimizers that the kernels have.
 KINDS = tuple(kind for kind in OptimizerKind if kind is not OptimizerKind.SMART_DECAY_ADAM)
-_SIZE, _FAILURES, _EVICTIONS = map(COUNTER_NAMES.index, ("size", "failures", "evictions"))
+_SIZE, _EVICTIONS = map(COUNTER_NAMES.index, ("size", "evictions"))
 
 
-class CudaTable(CudaContent):
+class CudaTable(CudaWriting):
     """A table in the memory of a GPU. See :class:`Table`; the results are those of a CPU table.
 
     Everything runs on the current stream; a call on another stream than the one before waits for
@@ -124,168 +121,6 @@ class CudaTable(CudaContent):
             evicted = None if lookup.evicted is None else lookup.evicted[0]
             self.report_failures(before, len(ids), evicted)
         return Inserted(embeddings, slots, evicted)
-
-    @property
-    def ignores_failures(self) -> bool:
-        return self.options.safe_check_mode is DynamicEmbCheckMode.IGNORE
-
-    def failures(self) -> torch.Tensor:
-        """How many ids failed so far, on the device."""
-        return self.counters[_FAILURES].clone()
-
-    def report_failures(self, before: torch.Tensor, ids: int, evicted: Rows | None = None) -> None:
-        """Obey ``safe_check_mode``; waits for the device unless it is IGNORE."""
-        if not self.ignores_failures:
-            self.check_failures(int(self.counters[_FAILURES] - before), ids, evicted)
-
-    def insert(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-        scores: torch.Tensor | None = None,
-        return_evicted: bool = False,
-    ) -> Written:
-        with self.lock:
-            before = self.failures()
-            batch, evicted = self._write(ids, embeddings, state, scores, return_evicted)
-            self.report_failures(before, batch.n, evicted)
-            return Written(self._written(batch), evicted)
-
-    def assign(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        *,
-        state: torch.Tensor | None = None,
-        scores: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        with self.lock:
-            return self._assign(ids, embeddings, state, scores)
-
-    def _assign(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        state: torch.Tensor | None,
-        scores: torch.Tensor | None,
-        *,
-        distinct: bool = False,
-    ) -> torch.Tensor:
-        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
-        self.enter()
-        batch = self.located(ids, distinct=distinct)
-        self._write_given(batch, embeddings, state, scores)
-        batch.stamp()
-        self.changes += 1
-        return self._written(batch)
-
-    def _write(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        state: torch.Tensor | None,
-        scores: torch.Tensor | None,
-        keep_evicted: bool,
-        hold: Callable[[], None] | None = None,
-        *,
-        distinct: bool = False,
-    ) -> tuple[Batch, Rows | None]:
-        """``distinct``: no id occurs twice."""
-        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
-        group = self.group
-        score = (0, 0) if scores is not None else self.batch_score()
-        batch, evicted = group.insert_batch(
-            ids,
-            None,
-            [score],
-            counts=None,
-            codes=None,
-            train=False,
-            keep_evicted=keep_evicted,
-            distinct=distinct,
-            hold=hold,
-        )
-        batch.initialize(embeddings=False)
-        self._write_given(batch, embeddings, state, scores)
-        if scores is None and strategy_number(self.options) == NO_EVICTION_STRATEGY and batch.n:
-            batch.number_rows(0)
-        return batch, None if evicted is None else evicted[0]
-
-    def located(self, ids: torch.Tensor, *, distinct: bool = False) -> Batch:
-        """A batch over ids, with the slots of those that are there."""
-        layout = self.group.layout
-        layout.refresh()
-        batch = Batch(layout, aligned(ids), None, distinct=distinct)
-        batch.slots = batch.locate(None)
-        return batch
-
-    def bring_in(self, given: Rows, hold: Callable[[], None]) -> Written:
-        """Insert whole rows of distinct ids; see :meth:`TableGroup.bring_in`. ``hold`` keeps rows
-        from being evicted."""
-        with self.lock:
-            batch, evicted = self._write(
-                given.ids, given.embeddings, given.state, given.scores, True, hold, distinct=True
-            )
-            return Written(self._written(batch), evicted)
-
-    def _write_given(
-        self,
-        batch: Batch,
-        embeddings: torch.Tensor,
-        state: torch.Tensor | None,
-        scores: torch.Tensor | None,
-    ) -> None:
-        """Write given rows to where the batch's entries are; of equal ids the last counts."""
-        if batch.n == 0:
-            return
-        (one,) = batch.layout.classes
-        stated = state is not None and self.state_dim > 0
-        launch(
-            rows.write_kernel,
-            blocks(batch.n, one.row_block),
-            (
-                batch.tables,
-                batch.count,
-                batch.slots,
-                batch.last(),
-                aligned(bits(embeddings)),
-                batch.ids if not stated else aligned(state),  # type: ignore[arg-type]
-                batch.ids if scores is None else aligned(scores),
-                batch.layout.meta,
-                1,
-            ),
-            (
-                one.dim,
-                one.columns,
-                one.stride,
-                one.type,
-                one.state_dim,
-                one.state_columns,
-                one.state_stride,
-                self.score_words,
-                one.row_block,
-                stated,
-                scores is not None,
-            ),
-            warps=4,
-            device=self._device,
-        )
-        if scores is not None:
-            newest = int((scores ^ -(2**63)).max()) + 2**63
-            self.newest_score = max(self.newest_score, newest)
-        if scores is not None and one.strategy == NO_EVICTION_STRATEGY:
-            # Given numbers: go on after the largest.
-            used = torch.arange(batch.n, device=self._device) < batch.count
-            there = used & (batch.slots >= 0)
-            stored = self.scores[torch.where(there, batch.slots, 0).to(torch.int64)]
-            after = torch.where(stored == -1, stored, stored + 1) ^ -(2**63)
-            most = torch.where(there, after, -(2**63)).max()
-            self.next_number = torch.maximum(self.next_number ^ -(2**63), most) ^ -(2**63)
-
-    def _written(self, batch: Batch) -> torch.Tensor:
-        return batch.slots.index_select(0, batch.entry_of) >= 0
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
@@ -470,13 +305,6 @@ class CudaTable(CudaContent):
         return CudaTableGroup([table for table in tables if isinstance(table, CudaTable)])
 
     # ---- saving ----
-
-    def write_rows(
-        self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
-    ) -> None:
-        """Insert saved rows; those that do not fit are counted, not reported."""
-        with self.lock:
-            self._write(ids, embeddings, state, scores, False)
 
     @property
     def next_row_number(self) -> int:

@@ -1,4 +1,4 @@
-"""One batch of ids over the tables of a group, on their device: dedup, find, insert, evict.
+"""One batch of ids over the tables of a group, on their device: find, insert, evict.
 
 What happens is said in docs/design.md. Every step is one launch over all tables; counts stay on
 the device. Two things need the host to wait: an admission strategy, which is asked in Python, and
@@ -7,107 +7,49 @@ growth, where it cannot be ruled out from the numbers the host knows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
-from dynamicemb.kernels import dedup, find, initialize, insert
-from dynamicemb.kernels.gradients import HOT, LONG, SUM_BLOCK
+from dynamicemb.kernels import find, initialize, insert
 from dynamicemb.kernels.launch import INTERPRETED, blocks, launch, power_of_two
 from dynamicemb.kernels.layout import FAILED, GONE, REJECTED
 from dynamicemb.table.cuda_crowded import place_sorted
+from dynamicemb.table.cuda_entries import ELEMENTS, Entries
 from dynamicemb.table.cuda_streams import record
-from dynamicemb.table.cuda_workspace import NUMBERING_PROGRAMS, Workspace, hot_blocks
 from dynamicemb.table.numbers import LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY
 
 if TYPE_CHECKING:
-    from dynamicemb.table.cuda_layout import Layout, TableClass
+    from dynamicemb.table.cuda_layout import TableClass
 
 #: Ids per program: one per lane. The interpreter wants few programs.
 LANES = 256 if INTERPRETED else 32
 PLACES = 256 if INTERPRETED else 128
-ELEMENTS = 256
-#: Ids that one program claims cells for, and ids of a tile whose entries are numbered.
-CLAIMED = 256 if INTERPRETED else 32
-NUMBERED = 512
-COMMITTED = 512
+COMMITTED = 512 if INTERPRETED else 128
 #: Slots that one program looks at for the lowest scores, at a time.
-VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 256), 1
+VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 128), 1
 #: Programs of launches whose work only the device knows; many more where the last batch had much.
 PERSISTENT = 2 if INTERPRETED else 132 * 16
 MORE_PROGRAMS = 2 if INTERPRETED else 132 * 64
-ROW_PROGRAMS = 2 if INTERPRETED else 132 * 8
+ROW_PROGRAMS = 2 if INTERPRETED else 132 * 16
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
 
 SLOT_FAILED, SLOT_GONE, SLOT_REJECTED = FAILED.value, GONE.value, REJECTED.value
 
 
-class Batch:
-    """The distinct ids of a call ("entries", in order of first occurrence) and their slots.
+class Batch(Entries):
+    """Entries and their slots.
 
-    Entry arrays have room for one entry per id; ``count`` (int32 [1], on the device) says how many
-    are used. ``slots[e]``: the slot of entry e in its table, or SLOT_FAILED, SLOT_GONE, or
-    SLOT_REJECTED - k for an entry that was not admitted and reads row k of the ``sides``
-    of its table's (dim, type). The arrays belong to a workspace that other batches use after this
-    one: what outlives the batch is copied.
+    ``slots[e]``: the slot of entry e in its table, or SLOT_FAILED, SLOT_GONE, or SLOT_REJECTED - k
+    for an entry that was not admitted and reads row k of the ``sides`` of its table's (dim, type).
     """
 
-    _space: Workspace | None = None
-
-    def __init__(
-        self,
-        layout: Layout,
-        ids: torch.Tensor,
-        bounds: torch.Tensor | None,
-        *,
-        distinct: bool = False,
-        space: Workspace | None = None,
-        captured: bool = False,
-        replayed: bool = False,
-    ) -> None:
-        """``distinct``: no id occurs twice. ``space``: to work there; else one of the layout's
-        workspaces. ``captured``: its launches become a graph of that workspace, which stays the
-        caller's; ``replayed``: that graph does it all."""
-        self._gives_back = not captured
-        self.layout = layout
-        self.all_ids = ids
-        # Some pointer where one table needs none.
-        self.bounds = layout.meta if bounds is None else bounds
-        self.bounds_step = 1 if bounds is None else bounds.stride(0)
-        self.n = ids.shape[0]
-        self.device = layout.device
-        self.one = layout.tables == 1
-        self.sides: dict[tuple[int, int], torch.Tensor] = {}
-        self._grouped = self._listed = replayed
-        self._guess()
-        self._space = space = layout.workspaces.take(self.n) if space is None else space
-        self.cut = cut = space.cut(self.n)
-        self.count = space.count
-        self.ids, self.tables = cut.ids, cut.tables
-        self.first, self.entry_of = cut.first, cut.entry_of
-        self.slots, self.fresh = cut.slots, cut.fresh
-        if replayed:
-            return
-        if self.n == 0:
-            space.work.zero_()
-        elif distinct and self.one:
-            self._take_distinct()
-        else:
-            self._dedup()
-
-    def __del__(self) -> None:
-        if self._space is not None and self._gives_back:
-            self.layout.workspaces.give_back(self._space)
-
-    @property
-    def space(self) -> Workspace:
-        assert self._space is not None
-        return self._space
-
-    def used(self) -> int:
-        """How many entries there are; waits for the device unless ids are known to be distinct."""
-        return self.n if self.first is self.entry_of else int(self.count)
+    @cached_property
+    def sides(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Rows that entries read that were not admitted."""
+        return {}
 
     def used_elsewhere(self) -> None:
         """The current stream is another one than that which used the batch last."""
@@ -116,137 +58,6 @@ class Batch:
     def side_of(self, one: TableClass) -> torch.Tensor | None:
         """The rows that rejected ids of a class of tables read."""
         return self.sides.get((one.dim, one.type))
-
-    def _new(self, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
-        return torch.empty(self.n if count is None else count, dtype=dtype, device=self.device)
-
-    def _run(self, function: Any, size: int, args: Any, constants: Any, warps: int = 1) -> None:
-        launch(function, blocks(self.n, size), args, constants, warps=warps, device=self.device)
-
-    def _run_entries(
-        self, function: Any, size: int, args: Any, constants: Any, warps: int = 1
-    ) -> None:
-        """A kernel over the entries, which loops where there are more than expected."""
-        programs = blocks(self.entries_guess, size)
-        launch(function, programs, args, constants, warps=warps, device=self.device)
-
-    # ---- distinct ids ----
-
-    def _take_distinct(self) -> None:
-        """The caller knows that no id occurs twice."""
-        space = self.space
-        self.ids = self.tables = self.all_ids
-        self.first = self.entry_of
-        self._run(
-            dedup.distinct_kernel,
-            ELEMENTS,
-            (self.n, space.entry_of, space.work, space.words),
-            (ELEMENTS,),
-            warps=8,
-        )
-
-    def _dedup(self) -> None:
-        n, layout, space = self.n, self.layout, self.space
-        self.cut.space.fill_(-1)
-        self._run(
-            dedup.claim_kernel,
-            CLAIMED,
-            (self.all_ids, self.bounds, self.bounds_step, n, layout.tables, space.space,
-             self.cut.cells - 1, layout.dummies, space.cell_of),
-            (CLAIMED, self.one),
-            warps=1,
-        )  # fmt: skip
-        tiles = blocks(n, NUMBERED * NUMBERING_PROGRAMS)
-        programs = blocks(n, NUMBERED * tiles)
-        launch(
-            dedup.first_kernel,
-            programs,
-            (n, tiles, space.space, space.cell_of, space.is_first, space.totals),
-            (NUMBERED,),
-            warps=4,
-            device=self.device,
-        )
-        launch(
-            dedup.emit_kernel,
-            programs,
-            (self.all_ids, self.bounds, self.bounds_step, n, layout.tables, tiles, space.is_first,
-             space.totals, space.cell_of, space.space, space.ids, space.first, space.tables,
-             space.work, space.words, layout.hint),
-            (NUMBERED, NUMBERING_PROGRAMS, self.one),
-            warps=4,
-            device=self.device,
-        )  # fmt: skip
-        self._run(
-            dedup.entries_kernel,
-            4 * ELEMENTS,
-            (n, space.space, space.cell_of, space.entry_of),
-            (4 * ELEMENTS,),
-            warps=8,
-        )
-
-    def group(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(order, starts): the occurrences of entry e are order[starts[e] : starts[e + 1]],
-        ascending."""
-        cut = self.cut
-        if not self._grouped:
-            self._grouped = True
-            if self.n:
-                torch.sort(self.entry_of, stable=True, out=(cut.sorted, cut.order))
-                self._run(
-                    dedup.spans_kernel,
-                    4 * ELEMENTS,
-                    (cut.sorted, self.n, cut.starts),
-                    (4 * ELEMENTS,),
-                    warps=8,
-                )
-        return cut.order, cut.starts
-
-    def list_hot(self) -> None:
-        """List the blocks of entries with more than HOT occurrences: ``hot_entry`` of the workspace
-        has the entries, ``hot_base`` the first block of an entry, ``hot_count`` how many."""
-        if not self._listed and self.n > HOT:
-            self._listed = True
-            _, starts = self.group()
-            space = self.space
-            self._run(
-                dedup.hot_kernel,
-                ELEMENTS,
-                (starts, self.count, hot_blocks(self.n), space.hot_base, space.hot_entry,
-                 space.hot_count),
-                (HOT, LONG, SUM_BLOCK, ELEMENTS),
-                warps=8,
-            )  # fmt: skip
-
-    def _guess(self) -> None:
-        """How many entries and hot blocks there may be, from batches before. Kernels are started
-        for so many, and loop where there are more: results do not depend on it."""
-        self.entries_guess, self.hot_guess = self.n, hot_blocks(self.n)
-        entries, ids, parts, self.evicting_guess = self.layout.hint_array.tolist()
-        if ids > 0 and entries > 0:
-            scale = 1.05 * self.n / ids
-            self.entries_guess = min(self.entries_guess, int(scale * entries) + 64)
-            self.hot_guess = min(self.hot_guess, int(scale * parts) + 64)
-
-    def occurrences(self, given: torch.Tensor | None) -> torch.Tensor:
-        """int64: how often each entry occurs, or the sum of the ``given`` counts."""
-        order, starts = self.group()
-        totals = self._new(torch.int64)
-        self._run(
-            dedup.counts_kernel,
-            ELEMENTS,
-            (starts, order, self.count, self.ids if given is None else given, totals),
-            (ELEMENTS, given is not None),
-            warps=8,
-        )
-        return totals
-
-    def last(self) -> torch.Tensor:
-        """int32: the last occurrence of each entry."""
-        if self.first is self.entry_of:  # each is the only one
-            return self.entry_of
-        last = torch.zeros(self.n, dtype=torch.int32, device=self.device)
-        self._run(dedup.last_kernel, ELEMENTS, (self.n, self.entry_of, last), (ELEMENTS,), warps=8)
-        return last
 
     # ---- find ----
 

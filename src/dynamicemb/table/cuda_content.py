@@ -10,8 +10,8 @@ import torch
 from dynamicemb.errors import OutOfMemoryError, UsageError
 from dynamicemb.kernels import find
 from dynamicemb.kernels.launch import aligned, blocks, launch
-from dynamicemb.table.cuda_batch import ELEMENTS
 from dynamicemb.table.cuda_changes import LAST_MARK
+from dynamicemb.table.cuda_entries import ELEMENTS
 from dynamicemb.table.cuda_group import CudaTableGroup
 from dynamicemb.table.cuda_layout import signed
 from dynamicemb.table.cuda_memory import CudaMemory
@@ -31,7 +31,7 @@ class CudaContent(CudaMemory):
         places = slots.clamp(min=0).to(torch.int64)
         embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
         self.gather(slots, embeddings, missing=True)
-        state = self.state.index_select(0, places)[:, : self.state_dim]
+        state = self.states_of(places)
         scores = self._scores(places)
         return Found(
             there,
@@ -129,8 +129,12 @@ class CudaContent(CudaMemory):
         embeddings = torch.empty(len(slots), self.dim, dtype=self.dtype, device=self._device)
         with self.lock:
             self.gather(slots.to(torch.int32), embeddings, missing=False)
-            state = self.state.index_select(0, slots)[:, : self.state_dim].contiguous()
+            state = self.states_of(slots)
             return Rows(self.keys.index_select(0, slots), embeddings, state, self._scores(slots))
+
+    def states_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """float32 [n, state_dim]: the optimizer states in occupied slots."""
+        return self.state.index_select(0, slots)[:, : self.state_dim].contiguous()
 
     # ---- changes ----
 

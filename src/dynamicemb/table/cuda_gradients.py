@@ -14,7 +14,8 @@ from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
 from dynamicemb.kernels.layout import STEP_NAMES
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
-from dynamicemb.table.cuda_batch import ELEMENTS, Batch
+from dynamicemb.table.cuda_batch import Batch
+from dynamicemb.table.cuda_entries import ELEMENTS
 from dynamicemb.table.cuda_layout import Layout, TableClass, bits
 from dynamicemb.table.cuda_workspace import hot_blocks
 from dynamicemb.table.numbers import TYPES

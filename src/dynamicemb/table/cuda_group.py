@@ -14,6 +14,7 @@ from dynamicemb.kernels.launch import aligned, blocks, launch
 from dynamicemb.table import cuda_gradients
 from dynamicemb.table import cuda_reading as reading
 from dynamicemb.table.cuda_batch import LANES, SLOT_GONE, SLOT_REJECTED, Batch
+from dynamicemb.table.cuda_evicted import Evicted
 from dynamicemb.table.cuda_gradients import UNPOOLED, sums_per_entry
 from dynamicemb.table.cuda_layout import Layout, TableClass, to_device
 from dynamicemb.table.cuda_replay import Replay
@@ -206,13 +207,18 @@ class CudaTableGroup(TableGroup):
         admit: bool = False,
         distinct: bool = False,
         hold: Callable[[], None] | None = None,
+        meanwhile: Callable[[Batch, Evicted], None] | None = None,
     ) -> tuple[Batch, list[Rows] | None]:
         """The index's part of a batch: find, admit, grow, insert, evict. Rows of new entries are
         left to the caller; the rows that each table evicted are returned if they are kept.
-        ``distinct``: no id occurs twice. ``hold`` is called when the batch has its mark, to keep
-        rows from being evicted by it."""
+        ``distinct``: no id occurs twice, in one table. ``hold`` is called when the batch has its
+        mark, to keep rows from being evicted by it; ``meanwhile`` before the host waits for the
+        number of evicted rows, which it must leave alone."""
         with self._entered as layout:
-            batch = Batch(layout, aligned(ids), self._bounds(bounds), distinct=distinct)
+            numbers = layout.start_batch(scores) if distinct else None
+            batch = Batch(
+                layout, aligned(ids), self._bounds(bounds), distinct=distinct, numbers=numbers
+            )
             if batch.n == 0:
                 none = [table.empty_rows(0) for table in self.tables]
                 return batch, none if keep_evicted else None
@@ -223,7 +229,8 @@ class CudaTableGroup(TableGroup):
                 codes = self._admit(batch, totals)
             self._grow(batch, codes)
             layout.refresh()
-            layout.batch_numbers.write(layout.start_batch(scores))
+            if numbers is None:
+                layout.batch_numbers.write(layout.start_batch(scores))
             for other in protect:
                 self._refreshed(other).protect()
             if hold is not None:
@@ -237,24 +244,13 @@ class CudaTableGroup(TableGroup):
             )
             if layout.logged:
                 batch.log_evictions()
+            evicted = Evicted(batch) if keep_evicted else None
             self._count_changes(batch)
-            return batch, self._evicted(batch) if keep_evicted else None
-
-    def _evicted(self, batch: Batch) -> list[Rows]:
-        """The rows that a batch evicted, of each table, before they are overwritten."""
-        used = batch.used()
-        left = batch.fresh[:used] == 2
-        evicted = []
-        for t, table in enumerate(self.tables):
-            own = left if batch.one else left & (batch.tables[:used] == t)
-            entries = own.nonzero().squeeze(1)
-            gone = table.rows_of(batch.slots[entries].to(torch.int64))
-            gone.ids = batch.evicted_ids[entries]
-            gone.scores = batch.evicted_scores[entries]
-            if table.times is not None:
-                gone.scores = torch.stack((batch.evicted_times[entries], gone.scores), dim=1)
-            evicted.append(gone)
-        return evicted
+            if evicted is None:
+                return batch, None
+            if meanwhile is not None:
+                meanwhile(batch, evicted)
+            return batch, evicted.rows()
 
     def find_or_insert_keeping(
         self,

@@ -13,17 +13,24 @@ from dynamicemb.table.cuda_layout import Layout, TableClass, bits
 from dynamicemb.table.numbers import TYPES
 from dynamicemb.table.rows import Pooling
 
-#: Columns from which rows are found and copied in one launch, and the numbers of its rows that one
-#: program copies. Measured on an H200.
-LONG_ROW = 16 if INTERPRETED else 128
-FOUND_TILE = 4096 if INTERPRETED else 1024
+#: Columns from which rows are found and copied in one launch; long rows are few per program.
+#: Measured on an H200.
+FOUND_ROW = 16 if INTERPRETED else 64
+LONG_ROW = 128
 #: Numbers that one program copies where slots are known.
 GATHER_TILE = 16384 if INTERPRETED else 2048
 
 
 def one_launch(layout: Layout) -> bool:
     """Whether finding and copying together is the faster way: for long rows."""
-    return all(not one.wide and one.columns >= LONG_ROW for one in layout.classes)
+    return all(not one.wide and one.columns >= FOUND_ROW for one in layout.classes)
+
+
+def _found_tile(columns: int) -> tuple[int, int]:
+    """(rows, warps) of a program that finds and copies rows."""
+    if INTERPRETED or columns < LONG_ROW:
+        return 32, 4
+    return max(1, 1024 // columns), 1
 
 
 def find_and_copy(
@@ -36,7 +43,7 @@ def find_and_copy(
 ) -> None:
     """Rows of ids, found and copied in one launch per class."""
     for one in layout.classes:
-        block = max(1, FOUND_TILE // one.columns)
+        block, warps = _found_tile(one.columns)
         launch(
             find.find_rows_kernel,
             blocks(len(ids), block),
@@ -65,7 +72,7 @@ def find_and_copy(
                 layout.one_class,
                 slots is not None,
             ),
-            warps=1,
+            warps=warps,
             device=layout.device,
         )
 

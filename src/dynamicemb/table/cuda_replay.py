@@ -77,6 +77,9 @@ class Replay:
                 return batch
         graph = space.graph
         assert graph is not None
+        if not space.cells_are_free:
+            space.free_cells(n)
+            space.cells_are_free = True  # the graph leaves them so
         target = layout.batch_numbers
         launch(
             dedup.stage_kernel,
@@ -103,7 +106,8 @@ class Replay:
         """Capture the launches of a batch of ``n`` ids in a workspace. Nothing is carried out."""
         layout = self._layout
         if not self._streams:
-            self._streams = [torch.cuda.Stream(layout.device) for _ in range(2)]
+            # Sorting takes longer than what is beside it: it gets the processors first.
+            self._streams = [torch.cuda.Stream(layout.device, priority=p) for p in (0, -1)]
         graph = BatchGraph(key, n, layout)
         bounds = None if layout.tables == 1 else graph.bounds
         main, side = self._streams
@@ -133,12 +137,14 @@ class Replay:
             # Counts, which are found by sorting, become scores.
             _insert(batch)
             batch.list_hot()
+            batch.space.free_cells(batch.n)
             return
         side.wait_stream(main)
         with torch.cuda.stream(side):
             batch.group()
             batch.list_hot()
         _insert(batch)
+        batch.space.free_cells(batch.n)  # for the next batch: here nothing waits for it
         main.wait_stream(side)
 
 

@@ -68,10 +68,16 @@ class Workspace:
         self._streams: set[int] = set()  # that use it besides the one that made it
         self._cut: Cut | None = None
         self.graph: Any = None  # of launches in this workspace; see cuda_replay
+        self.cells_are_free = False  # those of the graph
 
     def set_graph(self, graph: Any) -> None:
         self.graph = graph
+        self.cells_are_free = False
         self._streams.clear()
+
+    def free_cells(self, ids: int) -> None:
+        """Make the cells free that a batch of ``ids`` claims."""
+        self.cut(ids).space.fill_(-1)
 
     def used_on(self, stream: int) -> None:
         """The current stream, ``stream``, may use what another one made."""
