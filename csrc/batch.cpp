@@ -179,6 +179,7 @@ void Batch::locate(size_t partition) {
 
 bool Batch::needs_decision() const {
   if (mode_ == BatchMode::kLocate || mode_ == BatchMode::kAssign) return false;
+  if (hands_over()) return true;
   const Table& t = *table_;
   if (t.buckets_ >= t.config_.max_buckets || t.config_.max_load_factor <= 0) return false;
   return static_cast<double>(t.size_ + n_) >
@@ -338,6 +339,19 @@ void split(std::span<Batch* const> batches, int threads) {
 
 size_t partition_count(Batch& batch) { return batch.partitions(); }
 
+// body(batch, partition) commits; afterwards the tables count what is in them, whatever happened.
+template <class Body>
+void commit_partitions(std::span<Batch* const> batches, int threads, const Body& body) {
+  try {
+    over(batches, threads, partition_count, body);
+  } catch (...) {
+    for (Batch* batch : batches) batch->settle();
+    throw;
+  }
+  for (Batch* batch : batches) batch->settle();
+  for (Batch* batch : batches) batch->finish();
+}
+
 }  // namespace
 
 void find_all(std::span<Batch* const> batches, int threads) {
@@ -353,9 +367,9 @@ void commit_all(std::span<Batch* const> batches, std::span<const BatchScore> sco
     find_all(again, threads);
     for (Batch* batch : again) batch->resplit();
   }
-  over(batches, threads, partition_count,
-       [&](size_t b, size_t p) { batches[b]->commit(p, scores[b]); });
-  for (Batch* batch : batches) batch->finish();
+  for (Batch* batch : batches) batch->reserve();
+  commit_partitions(batches, threads,
+                    [&](size_t b, size_t p) { batches[b]->commit(p, scores[b]); });
 }
 
 void run_all(std::span<Batch* const> batches, std::span<const BatchScore> scores, int threads) {
@@ -368,11 +382,10 @@ void run_all(std::span<Batch* const> batches, std::span<const BatchScore> scores
   }
   split(batches, threads);
   for (Batch* batch : batches) batch->prepare_commit();
-  over(batches, threads, partition_count, [&](size_t b, size_t p) {
+  commit_partitions(batches, threads, [&](size_t b, size_t p) {
     batches[b]->find(p);
     batches[b]->commit(p, scores[b]);
   });
-  for (Batch* batch : batches) batch->finish();
 }
 
 }  // namespace dynamicemb

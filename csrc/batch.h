@@ -5,6 +5,7 @@
 // the order of their first occurrence.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -42,6 +43,8 @@ struct Evicted {
   std::vector<std::byte> embeddings;
   std::vector<float> state;
   std::vector<uint64_t> scores;
+
+  void reserve(size_t rows, size_t row_bytes, size_t state_columns, size_t score_words);
 };
 
 // Counts stop at their largest value: a row that is used for ever must not become the coldest.
@@ -68,11 +71,13 @@ class Batch {
   void scatter_chunk(size_t chunk);
   size_t partitions() const { return partitions_; }
   void find(size_t partition);    // dedup, then find
-  bool needs_decision() const;    // growth or admission may come between find and commit
+  bool needs_decision() const;    // growth, or taking memory, comes between find and commit
   bool prepare_commit();          // grows; true: split and find must run again
   void resplit();                 // after that: carries the admission over
   void locate(size_t partition);  // find again after the table changed
+  void reserve();                 // the memory that commit and finish fill, where rows leave
   void commit(size_t partition, const BatchScore& score);
+  void settle() noexcept;  // counts what was committed, also where a partition ran out of memory
   void finish();
 
   // Between find and commit: the distinct missing ids in order of first occurrence.
@@ -131,7 +136,8 @@ class Batch {
   void hand_back(Partition& p, uint32_t entry, uint32_t slot);
   void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;
   void publish(const Partition& p);
-  void number_rows(std::vector<uint32_t>& inserted);
+  void number_rows();
+  bool hands_over() const;     // evicted rows, removed ids or new entries
   uint64_t rows_gone() const;  // ids whose row was removed after they were found
   void fit_side();             // after the table's rows changed their stride
 
@@ -171,6 +177,13 @@ class Batch {
   std::vector<uint32_t> entry_side_;                     // side row of a rejected entry
   std::vector<std::pair<uint64_t, uint32_t>> rejected_;  // (id, side row), while splitting again
   Counters counters_;
+  struct Eviction {
+    uint32_t first;  // position that the new id first occurs at
+    uint32_t partition, index;
+    auto operator<=>(const Eviction&) const = default;
+  };
+  std::vector<Eviction> evictions_;
+  std::vector<uint32_t> inserted_;  // of all partitions, for numbered rows
   Evicted evicted_;
 };
 

@@ -178,6 +178,40 @@ void Batch::publish(const Partition& p) {
   }
 }
 
+bool Batch::hands_over() const {
+  return keep_evicted_ || table_->removals_.on() ||
+         table_->config_.strategy == ScoreStrategy::kNoEviction;
+}
+
+void Evicted::reserve(size_t rows, size_t row_bytes, size_t state_columns, size_t score_words) {
+  ids.reserve(rows);
+  embeddings.reserve(rows * row_bytes);
+  state.reserve(rows * state_columns);
+  scores.reserve(rows * score_words);
+}
+
+void Batch::reserve() {
+  if (!hands_over() || mode_ == BatchMode::kLocate || mode_ == BatchMode::kAssign) return;
+  const Table& t = *table_;
+  const bool numbered = t.config_.strategy == ScoreStrategy::kNoEviction;
+  const auto take = [&](Evicted& evicted, size_t rows) {
+    evicted.reserve(rows, t.embedding_bytes_, t.state_.dim(), t.score_words());
+  };
+  size_t missing = 0;
+  for (Partition& p : parts_) {
+    missing += p.missing;
+    if (numbered) p.inserted.reserve(p.missing);
+    if (t.removals_.on()) p.removed.reserve(p.missing);
+    if (!keep_evicted_) continue;
+    p.evicted_by.reserve(p.missing);
+    take(p.evicted, p.missing);
+  }
+  if (numbered) inserted_.reserve(missing);
+  if (!keep_evicted_) return;
+  evictions_.reserve(missing);
+  take(evicted_, missing);
+}
+
 void Batch::commit(size_t partition, const BatchScore& score) {
   Partition& p = parts_[partition];
   const uint32_t end = p.begin + p.unique;
@@ -215,17 +249,12 @@ void Batch::commit(size_t partition, const BatchScore& score) {
   if (writes) write_rows(p, missed);
 }
 
-void Batch::finish() {
+void Batch::settle() noexcept {
   Table& t = *table_;
   uint32_t highest = 0;
-  std::vector<std::pair<uint32_t, size_t>> evicting;  // (first occurrence, partition)
-  std::vector<uint32_t> numbered;
-  for (size_t i = 0; i < partitions_; ++i) {
-    Partition& p = parts_[i];
+  for (const Partition& p : parts_) {
     highest = std::max(highest, p.highest_position);
     counters_.add(p.counters);
-    for (uint32_t entry : p.evicted_by) evicting.emplace_back(entry_first_[entry], i);
-    numbered.insert(numbered.end(), p.inserted.begin(), p.inserted.end());
   }
   if (highest != 0) t.touch_position(highest - 1);
   if (mode_ != BatchMode::kTrain) counters_.hits = counters_.misses = 0;
@@ -234,25 +263,24 @@ void Batch::finish() {
   if (counters_.evictions != 0) ++t.version_;
   version_ = t.version_;
   ++t.changes_;
-  if (t.removals_.on()) {
-    std::vector<uint64_t> removed;
-    for (const Partition& p : parts_)
-      removed.insert(removed.end(), p.removed.begin(), p.removed.end());
-    t.log_removals(removed);
-  }
   if (mode_ != BatchMode::kLocate) touch_if_marked();  // a mark may have come between its steps
+}
 
-  if (t.config_.strategy == ScoreStrategy::kNoEviction) number_rows(numbered);
-
-  if (evicting.empty()) return;
+void Batch::finish() {
+  Table& t = *table_;
+  uint64_t mark = 0;
+  for (const Partition& p : parts_) t.log_removals(p.removed, mark);
+  if (t.config_.strategy == ScoreStrategy::kNoEviction) number_rows();
+  if (!keep_evicted_) return;
   // A partition's evictions are in the order of its entries; merge them to the order of the batch.
-  std::vector<size_t> next(partitions_, 0);
-  std::sort(evicting.begin(), evicting.end());
+  for (uint32_t i = 0; i < partitions_; ++i)
+    for (uint32_t k = 0; k < parts_[i].evicted_by.size(); ++k)
+      evictions_.push_back({entry_first_[parts_[i].evicted_by[k]], i, k});
+  std::sort(evictions_.begin(), evictions_.end());
   const size_t row_bytes = t.embedding_bytes_, state = t.state_.dim(), words = t.score_words();
-  for (const auto& [first, part] : evicting) {
-    Evicted& from = parts_[part].evicted;
-    const size_t i = next[part]++;
-    const auto copy = [i](auto& to, const auto& source, size_t width) {
+  for (const Eviction& one : evictions_) {
+    const Evicted& from = parts_[one.partition].evicted;
+    const auto copy = [i = one.index](auto& to, const auto& source, size_t width) {
       const auto begin = source.begin() + static_cast<std::ptrdiff_t>(i * width);
       to.insert(to.end(), begin, begin + static_cast<std::ptrdiff_t>(width));
     };
@@ -275,12 +303,14 @@ void Batch::touch_if_marked() {
       if (entry_slots_[entry] != kNoSlot) t.records_[entry_slots_[entry]].stamp = stamp;
 }
 
-void Batch::number_rows(std::vector<uint32_t>& inserted) {
+void Batch::number_rows() {
   Table& t = *table_;
   if (given_.scores == nullptr) {
-    std::sort(inserted.begin(), inserted.end(),
+    for (const Partition& p : parts_)
+      inserted_.insert(inserted_.end(), p.inserted.begin(), p.inserted.end());
+    std::sort(inserted_.begin(), inserted_.end(),
               [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
-    for (uint32_t entry : inserted) {
+    for (const uint32_t entry : inserted_) {
       t.records_[entry_slots_[entry]].score = t.next_row_number_;
       t.next_row_number_ = add_saturated(t.next_row_number_, uint64_t{1});
     }

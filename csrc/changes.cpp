@@ -1,6 +1,7 @@
 #include "changes.h"
 
 #include <algorithm>
+#include <new>
 #include <unordered_set>
 
 namespace dynamicemb {
@@ -12,11 +13,18 @@ void RemovalLog::start(std::uint64_t mark, std::size_t limit) {
   if (ids_.size() > limit_) shrink();
 }
 
-void RemovalLog::add(std::uint64_t mark, const std::vector<std::uint64_t>& ids) {
+void RemovalLog::add(std::uint64_t mark, std::span<const std::uint64_t> ids) noexcept {
   if (!on_ || ids.empty()) return;
-  ids_.insert(ids_.end(), ids.begin(), ids.end());
-  groups_.push_back({mark, ids_.size()});
-  if (ids_.size() > limit_) shrink();
+  try {
+    ids_.insert(ids_.end(), ids.begin(), ids.end());
+    if (groups_.empty() || groups_.back().mark != mark) groups_.push_back({mark, 0});
+    groups_.back().end = ids_.size();
+    if (ids_.size() > limit_) shrink();
+  } catch (const std::bad_alloc&) {
+    ids_.clear();
+    groups_.clear();
+    known_since_ = mark;
+  }
 }
 
 void RemovalLog::shrink() {

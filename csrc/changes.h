@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace dynamicemb {
@@ -22,7 +23,9 @@ class RemovalLog {
   bool on() const { return on_; }
   // Starts, or changes the limit. What was removed up to `mark` is not known.
   void start(std::uint64_t mark, std::size_t limit);
-  void add(std::uint64_t mark, const std::vector<std::uint64_t>& ids);
+  // Removed at `mark`, which is not before the last one. Without memory for them the log forgets
+  // everything up to `mark`: unknown removals can be asked for elsewhere, missing ones cannot.
+  void add(std::uint64_t mark, std::span<const std::uint64_t> ids) noexcept;
   // The oldest mark that since() can answer.
   std::uint64_t known_since() const { return known_since_; }
   // The ids removed after `mark`, oldest first; an id may come several times.

@@ -6,6 +6,7 @@
 #include <bit>
 #include <map>
 #include <mutex>
+#include <new>
 
 namespace dynamicemb {
 namespace {
@@ -37,10 +38,14 @@ class BlockPool {
     return static_cast<std::byte*>(::operator new(size, std::align_val_t{64}));
   }
 
-  void put(std::size_t size, std::byte* block) {
+  void put(std::size_t size, std::byte* block) noexcept {
     std::lock_guard lock(mutex_);
     if (held_ + size > kMostHeld) return release(block);
-    free_.emplace(size, block);
+    try {
+      free_.emplace(size, block);
+    } catch (const std::bad_alloc&) {
+      return release(block);
+    }
     held_ += size;
   }
 

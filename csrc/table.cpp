@@ -77,8 +77,10 @@ uint64_t Table::mark_changes() {
   return marked_ = mark_of(lap_, stamp_);
 }
 
-void Table::log_removals(const std::vector<uint64_t>& ids) {
-  if (!ids.empty()) removals_.add(mark_of(lap_, begin_batch()), ids);
+void Table::log_removals(std::span<const uint64_t> ids, uint64_t& mark) noexcept {
+  if (ids.empty() || !removals_.on()) return;
+  if (mark == 0) mark = mark_of(lap_, begin_batch());
+  removals_.add(mark, ids);
 }
 
 void Table::initialize_state(std::byte* row, Record& record) const {
@@ -223,33 +225,30 @@ void Table::free_slot(uint32_t slot) {
 
 void Table::erase(const uint64_t* ids, size_t n, int threads, bool* removed) {
   std::vector<uint32_t> slots(n);
-  std::vector<uint64_t> gone;
+  uint64_t mark = 0;
   find(ids, n, threads, slots.data());
   for (size_t i = 0; i < n; ++i) {
     const uint32_t slot = slots[i];
     removed[i] = slot != kNoSlot && digests_[slot] != 0;
     if (!removed[i]) continue;
-    if (removals_.on()) gone.push_back(ids[i]);
+    log_removals({&ids[i], 1}, mark);
     free_slot(slot);
   }
-  log_removals(gone);
 }
 
 uint64_t Table::expire(uint64_t before, uint64_t slots) {
-  std::vector<uint64_t> gone;
-  uint64_t expired = 0;
+  uint64_t expired = 0, mark = 0;
   for (slots = std::min(slots, capacity()); slots > 0; --slots) {
     if (expired_up_to_ >= capacity()) expired_up_to_ = 0;
     const auto slot = static_cast<uint32_t>(expired_up_to_++);
     if (digests_[slot] == 0) continue;
     const uint64_t score = score_words() == 2 ? timestamps_[slot] : records_[slot].score;
     if (score >= before) continue;
-    if (removals_.on()) gone.push_back(keys_[slot]);
+    log_removals({&keys_[slot], 1}, mark);
     free_slot(slot);
     ++expired;
   }
   counters_.evictions += expired;
-  log_removals(gone);
   return expired;
 }
 
@@ -260,7 +259,8 @@ void Table::clear() {
       if (digests_[slot] != 0) gone.push_back(keys_[slot]);
   drop_rows(buckets_);
   next_row_number_ = 0;
-  log_removals(gone);
+  uint64_t mark = 0;
+  log_removals(gone, mark);
 }
 
 void Table::make_empty(const EmptyTable& before) {

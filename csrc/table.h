@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <shared_mutex>
+#include <span>
 #include <vector>
 
 #include "changes.h"
@@ -174,8 +175,8 @@ class Table {
   bool grow_to(uint64_t buckets);
   uint32_t begin_batch();
   bool tracks_changes() const { return marked_ != 0; }
-  // Notes ids that left the table just now.
-  void log_removals(const std::vector<uint64_t>& ids);
+  // Notes ids that leave the table. `mark`: 0 at the first call of an operation, then its mark.
+  void log_removals(std::span<const uint64_t> ids, uint64_t& mark) noexcept;
   void layout_rows(const StateLayout& state);
   // Drops every row; the table has so many buckets then.
   void drop_rows(uint64_t buckets);

@@ -152,9 +152,10 @@ void changes_since_a_mark() {
 void removals_beyond_the_limit_are_forgotten() {
   RemovalLog log;
   log.start(5, 8);
-  for (uint64_t mark = 6; mark < 26; ++mark) log.add(mark, {mark % 2});  // two ids, again and again
+  for (uint64_t mark = 6; mark < 26; ++mark)
+    log.add(mark, Ids{mark % 2});  // two ids, again and again
   CHECK(log.known_since() == 5);
-  for (uint64_t mark = 30; mark < 50; ++mark) log.add(mark, {1000 + mark});
+  for (uint64_t mark = 30; mark < 50; ++mark) log.add(mark, Ids{1000 + mark});
   CHECK(log.known_since() > 30 && log.known_since() < 49);
   const Ids last = log.since(log.known_since());
   CHECK(last.size() == 49 - log.known_since() && last.back() == 1049);

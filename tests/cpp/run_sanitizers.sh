@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-engine=(kernel_tests batch_tests admission_tests optimizer_tests thread_tests)
+engine=(kernel_tests batch_tests memory_tests admission_tests optimizer_tests thread_tests)
 others=(slot_map_tests store_tests)
 
 build() {  # name, sanitizers
