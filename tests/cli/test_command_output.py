@@ -50,6 +50,40 @@ def test_narrow_terminals_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "…" not in kept
 
 
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_names_give_a_terminal_no_commands(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come from files that anybody may have made."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    name = "\x1b]0;mine\x07\x1b[2Ja\nb\t\u202e\ud800 größe-表"
+    shown = "\\x1b]0;mine\\x07\\x1b[2Ja\\nb\\t\\u202e\\ud800 größe-表"
+    output = Output(written := stream())
+    output.title(name)
+    output.line(name)
+    output.table(("name",), [(name,)])
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
+    assert [line.rstrip() for line in plain.splitlines()] == [shown, shown, "name", shown]
+
+
+def test_letters_that_a_terminal_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import dynamicemb.cli.inspect as command
+
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    def prints(_: object) -> int:
+        Output().line("größe")
+        return 0
+
+    monkeypatch.setattr(command, "main", prints)
+    assert main(["inspect", "x"]) == 0
+    assert written.getvalue() == b"gr\\xf6\\xdfe\n"
+
+
 def test_bytes_and_bars() -> None:
     assert [bytes_text(n) for n in (0, 1023, 1536, 5 * 2**30)] == [
         "0 B",

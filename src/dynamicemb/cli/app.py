@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from dynamicemb.cli.arguments import suggestion
+from dynamicemb.cli.output import printable
 from dynamicemb.errors import DynamicEmbError
 
 #: Subcommand -> (module with ``main(arguments) -> exit status``, one line of help).
@@ -37,6 +39,9 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in it."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that has not all letters
     time = "%(asctime)s " if given[:1] == ["serve"] else ""  # it runs for days
     logging.basicConfig(level=logging.WARNING, format=f"{time}%(levelname)s: %(message)s")
     if not given or given[0] in ("-h", "--help"):
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(message: str, status: int = MISTAKE) -> int:
-    sys.stderr.write(f"dynamicemb: {message}\n")
+    sys.stderr.write(f"dynamicemb: {printable(message, keep=chr(10))}\n")
     return status
 
 

@@ -27,7 +27,7 @@ from dynamicemb.cli.contents.writing import (
     passes,
     write,
 )
-from dynamicemb.cli.output import Output, bytes_on_disk, bytes_text
+from dynamicemb.cli.output import Output, bytes_on_disk, bytes_text, printable
 from dynamicemb.errors import DynamicEmbError, InvalidArgumentError, UsageError
 from dynamicemb.options import SUPPORTED_DIST_TYPES
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _warn(lines: Sequence[str]) -> None:
     for line in lines:
-        sys.stderr.write(f"dynamicemb: warning: {line}\n")
+        sys.stderr.write(f"dynamicemb: warning: {printable(line)}\n")
 
 
 def _layout(target: Path, options: ConvertOptions) -> str:

@@ -195,7 +195,8 @@ def _print(
     if options.ids:
         _print_ids(output, compared)
     same = not alone and not counters and all(one.same for one in compared)
-    output.line("\nequal" if same else "\ndifferent")
+    output.line()
+    output.line("equal" if same else "different")
 
 
 def _counts(one: Comparison) -> tuple[str, ...]:

@@ -158,10 +158,12 @@ def _show_tables(content: Content, options: InspectOptions) -> int:
             for damage in one.damages:
                 output.line(f"damaged: {damage.problem}")
         if verified and not damaged:
-            output.line("\nchecksums: all compared, all right")
+            output.line()
+            output.line("checksums: all compared, all right")
         elif not damaged:
             why = "there are none" if not content.checksums else "not compared"
-            output.line(f"\nchecksums: {why}")
+            output.line()
+            output.line(f"checksums: {why}")
     return DIFFERENT if damaged else 0
 
 

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 from typing import Literal, TextIO
 
 
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with escapes for what a terminal would obey or could not show: names are those of a
+    file that anybody may have made."""
+    return "".join(
+        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 class Output:
     """Writes to ``stream`` (standard output). Text that is not for a person goes past it."""
 
@@ -22,6 +31,7 @@ class Output:
             self._console = Console(file=self._stream, highlight=False)
 
     def line(self, text: str = "") -> None:
+        text = printable(text)
         if self._console is not None:
             self._console.print(text, markup=False, soft_wrap=True)
         else:
@@ -29,6 +39,7 @@ class Output:
 
     def title(self, text: str) -> None:
         """The head of a section."""
+        text = printable(text)
         if self._console is not None:
             self._console.print(text, style="bold", markup=False, soft_wrap=True)
         else:
@@ -38,6 +49,7 @@ class Output:
         self, header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = ()
     ) -> None:
         """Rows in columns; those in ``numbers`` are aligned to the right."""
+        rows = [[printable(cell) for cell in row] for row in rows]
         if self._console is not None:
             from rich.table import Table
             from rich.text import Text
