@@ -38,15 +38,17 @@ struct IndexView {
   bool sparse;  // most ids sit in the lower half of their bucket: a hint, for speed only
 };
 
-// How a slot of a slot map was used, and by whom. The rest of a free slot means nothing.
-struct SlotUse {
+// How a slot of a slot map was used, and by whom: two to a line, so that finding an id and writing
+// its use down touch one. The rest of a free slot means nothing.
+struct alignas(32) SlotUse {
   uint64_t last = 0;   // time of the last use
   uint32_t count = 0;  // uses, where they are counted, or their logarithm
   uint32_t owner = 0;  // the id's position in the index + 1; 0: the slot is free
+  uint64_t id = 0;     // the index has it too
 };
-static_assert(sizeof(SlotUse) == 16);
 
 enum class UseRule : uint8_t {
+  kNone,
   kStamp,  // the time only; several threads may do it
   kAdd,    // the time, and one use more
   kDraw,   // the time, and one more with probability 2^-count, up to kLargestLogarithm
@@ -138,10 +140,10 @@ struct Kernels {
 
   // slots[i] = bucket * width + position of ids[i], or kNoSlot.
   void (*find)(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots);
-  // found[i] = values[slot of ids[i]], or kNoSlot; buckets of 64. Returns how many were not found.
-  // `uses`, where given: of found[0], found[1] .. are written down. `repeated`: many ids come
-  // several times; a hint, for speed only.
-  size_t (*find_values)(const IndexView& index, const uint32_t* values, Uses* uses, bool repeated,
+  // found[i] = the slot of ids[i], or kNoSlot; buckets of 64, with their ids' slots in `values`.
+  // Returns how many were not found. Uses of found[0], found[1] .. are written down. `repeated`:
+  // many ids come several times; a hint, for speed only.
+  size_t (*find_values)(const IndexView& index, const uint32_t* values, Uses& uses, bool repeated,
                         const uint64_t* ids, size_t n, uint32_t* found);
   // Lowest position with an empty digest, or `width`.
   uint32_t (*free_position)(const uint8_t* digests, uint32_t width);

@@ -18,7 +18,7 @@
 namespace dynamicemb::DYNAMICEMB_VARIANT {
 
 void find(const IndexView&, const uint64_t*, size_t, uint32_t*);
-size_t find_values(const IndexView&, const uint32_t*, Uses*, bool, const uint64_t*, size_t,
+size_t find_values(const IndexView&, const uint32_t*, Uses&, bool, const uint64_t*, size_t,
                    uint32_t*);
 uint32_t free_position(const uint8_t*, uint32_t);
 uint32_t victim(const Record*, uint32_t, uint32_t);

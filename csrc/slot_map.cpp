@@ -68,7 +68,7 @@ bool SlotMap::place(uint64_t id, uint32_t slot) {
 
 void SlotMap::place_or_grow(uint64_t id, uint32_t slot, const SlotUse& use) {
   while (!place(id, slot)) grow_index();
-  uses_[slot] = {use.last, use.count, uses_[slot].owner};
+  uses_[slot] = {use.last, use.count, uses_[slot].owner, id};
   ++index_.size_;
 }
 
@@ -87,11 +87,12 @@ void SlotMap::grow_index() {
 
 void SlotMap::find(const uint64_t* ids, size_t n, int threads, int64_t* slots, int64_t missing,
                    int64_t offset) const {
-  const bool repeated = many_repeated(ids, n);
+  Uses uses{uses_.data(), time_, UseRule::kNone, 0};
+  const bool repeated = mostly_known_ && many_repeated(ids, n);
   parallel_for(threads, (n + kChunk - 1) / kChunk, [&](size_t task) {
     const size_t begin = task * kChunk, count = std::min(kChunk, n - begin);
     uint32_t found[kChunk];
-    kernels().find_values(index_.index(), slot_of_.data(), nullptr, repeated, ids + begin, count,
+    kernels().find_values(index_.index(), slot_of_.data(), uses, repeated, ids + begin, count,
                           found);
     for (size_t i = 0; i < count; ++i)
       slots[begin + i] = found[i] == kNoSlot ? missing : offset + found[i];
@@ -107,21 +108,26 @@ void SlotMap::find_known(const uint64_t* ids, size_t n, const int64_t* counts,
   std::vector<std::vector<uint32_t>> missing_of(chunks);
   std::vector<std::vector<int64_t>> before_of(options.keep ? chunks : 0);
   Uses uses{uses_.data(), time_, UseRule::kStamp, draws_};
-  if (counts_uses())
+  if (counted_later(counts, options))
+    uses.rule = UseRule::kNone;
+  else if (counts_uses())
     uses.rule = config_.policy == SlotPolicy::kLfuLru ? UseRule::kDraw : UseRule::kAdd;
-  Uses* at_once = counted_later(counts, options) ? nullptr : &uses;
-  const bool repeated = many_repeated(ids, n);
+  const bool repeated = mostly_known_ && many_repeated(ids, n);
   parallel_for(options.threads, chunks, [&](size_t chunk) {
     const size_t begin = chunk * kChunk, count = std::min(kChunk, n - begin);
     uint32_t found[kChunk];
-    size_t left = kernels().find_values(index_.index(), slot_of_.data(), at_once, repeated,
-                                        ids + begin, count, found);
-    missing_of[chunk].reserve(left);
-    for (size_t i = 0; left > 0; ++i) {
-      if (found[i] != kNoSlot) continue;
-      missing_of[chunk].push_back(static_cast<uint32_t>(begin + i));
-      if (options.keep) before_of[chunk].push_back(slots[begin + i]);
-      --left;
+    const size_t left = kernels().find_values(index_.index(), slot_of_.data(), uses, repeated,
+                                              ids + begin, count, found);
+    if (left > 0) {
+      uint32_t without[kChunk];
+      size_t misses = 0;
+      for (size_t i = 0; i < count; ++i) {
+        without[misses] = static_cast<uint32_t>(begin + i);
+        misses += found[i] == kNoSlot;
+      }
+      missing_of[chunk].assign(without, without + misses);
+      if (options.keep)
+        for (const uint32_t at : missing_of[chunk]) before_of[chunk].push_back(slots[at]);
     }
     for (size_t i = 0; i < count; ++i)
       slots[begin + i] = found[i] == kNoSlot ? int64_t{-1} : int64_t{found[i]};
@@ -129,6 +135,7 @@ void SlotMap::find_known(const uint64_t* ids, size_t n, const int64_t* counts,
   draws_ = uses.draws;
   for (const auto& some : missing_of) missing.insert(missing.end(), some.begin(), some.end());
   for (const auto& some : before_of) before.insert(before.end(), some.begin(), some.end());
+  mostly_known_ = missing.size() <= n / 32;
 }
 
 void SlotMap::count_use(SlotUse& use, uint64_t count) {
@@ -230,10 +237,10 @@ void SlotMap::release(const SlotOrder::Request& request, IdSlots& released) {
     const size_t end = std::min(taken.size(), (task + 1) * kChunk);
     for (size_t i = task * kChunk; i < end; ++i) {
       if (i + 4 * kAhead < end) {
-        prefetch(&index_.keys_[taken[i + 4 * kAhead].owner - 1]);
+        prefetch(&uses_[taken[i + 4 * kAhead].slot]);
         prefetch(&index_.digests_[taken[i + 4 * kAhead].owner - 1]);
       }
-      released.ids[before + i] = index_.keys_[taken[i].owner - 1];
+      released.ids[before + i] = id_of(taken[i].slot);
       released.slots[before + i] = taken[i].slot;
       index_.digests_[taken[i].owner - 1] = 0;
     }
@@ -308,7 +315,7 @@ void SlotMap::restore(const uint64_t* ids, const uint32_t* slots, const uint64_t
   draws_ = draws;
   for (size_t i = 0; i < n; ++i) {
     free_.take(slots[i]);
-    place_or_grow(ids[i], slots[i], {last[i], counts[i], 0});
+    place_or_grow(ids[i], slots[i], {last[i], counts[i], 0, 0});
   }
 }
 

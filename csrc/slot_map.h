@@ -89,7 +89,7 @@ class SlotMap {
   static constexpr double kLoad = 0.44;
   static TableConfig index_config(uint64_t capacity);
 
-  uint64_t id_of(uint32_t slot) const { return index_.keys_[uses_[slot].owner - 1]; }
+  uint64_t id_of(uint32_t slot) const { return uses_[slot].id; }
   bool is_free(uint32_t slot) const { return uses_[slot].owner == 0; }
   bool counts_uses() const {
     return config_.policy != SlotPolicy::kLru && config_.policy != SlotPolicy::kTtl;
@@ -125,7 +125,8 @@ class SlotMap {
   FreeSlots free_;
   SlotOrder order_;
   uint64_t time_ = 0;
-  uint64_t draws_ = 0;  // kLfuLru: random numbers used so far
+  uint64_t draws_ = 0;         // kLfuLru: random numbers used so far
+  bool mostly_known_ = false;  // the ids of the last batch: a hint, for speed only
   mutable std::shared_mutex mutex_;
 };
 

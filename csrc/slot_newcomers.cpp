@@ -79,7 +79,7 @@ class SlotMap::Newcomers {
       for (const uint32_t e : entries) {
         const uint32_t number = number_[entry_first_[e]];
         --map_.index_.size_;
-        map_.place_or_grow(entry_ids_[e], new_slots[number], {map_.time_, counts[number], 0});
+        map_.place_or_grow(entry_ids_[e], new_slots[number], {map_.time_, counts[number], 0, 0});
       }
     parallel_for(threads_, parts_, [&](size_t part) {
       for (size_t i = begin_[part]; i < begin_[part + 1]; ++i) {
@@ -199,7 +199,7 @@ class SlotMap::Newcomers {
       const uint32_t number = number_[entry_first_[e]], slot = new_slots[number];
       index.keys_[position] = entry_ids_[e];
       map_.slot_of_[position] = slot;
-      map_.uses_[slot] = {map_.time_, counts[number], position + 1};
+      map_.uses_[slot] = {map_.time_, counts[number], position + 1, entry_ids_[e]};
     }
   }
 
@@ -241,7 +241,7 @@ void SlotMap::insert_missing(const uint64_t* ids, const int64_t* counts,
   if (!counts_uses()) std::fill(uses.begin(), uses.end(), 0);
   if (config_.policy == SlotPolicy::kLfuLru)
     for (uint32_t& use : uses) {  // the first use of an id does not draw
-      SlotUse first{time_, config_.first_logarithm, 0};
+      SlotUse first{time_, config_.first_logarithm, 0, 0};
       count_use(first, use - 1);
       use = first.count;
     }

@@ -209,7 +209,7 @@ void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& r
   // A round serves several requests, but before a large one many slots have been used again.
   const bool large = request.wanted >= used / 8;
   std::size_t size =
-      std::max({used / 32, large ? request.wanted + used / 16 : 4 * request.wanted, kSmallRound});
+      std::max({used / 16, large ? request.wanted + used / 16 : 4 * request.wanted, kSmallRound});
   std::size_t left = request.wanted, stale = 0;
   std::vector<SlotKey> held;
   taken.reserve(taken.size() + std::min(left, used));
@@ -234,7 +234,7 @@ void SlotOrder::take(std::span<SlotUse> uses, std::size_t used, const Request& r
     if (use.owner == 0) continue;
     const std::uint64_t present = key(use, request.now);
     if (present != at.key) {
-      if (++stale > request.wanted + used / 16) {  // a new round is cheaper than sorting them in
+      if (++stale > request.wanted + used / 8) {  // a new round is cheaper than sorting them in
         held.clear();
         reset();
         continue;
