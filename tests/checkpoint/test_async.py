@@ -17,9 +17,17 @@ from faults import FailingSystem
 from models import contents, make_model, train
 from torch import nn
 
-from dynamicemb import CheckpointError, DynamicEmbDump, DynamicEmbLoad, dump_async
+from dynamicemb import (
+    CheckpointError,
+    DynamicEmbDump,
+    DynamicEmbLoad,
+    FrequencyAdmissionStrategy,
+    KVCounter,
+    dump_async,
+)
 from dynamicemb.checkpoint.files import System, replaced_system
 from dynamicemb.checkpoint.progress import ProgressBar
+from dynamicemb.serving import ServingTable
 
 
 class Gate(System):
@@ -55,16 +63,27 @@ def test_training_goes_on_at_once(tmp_path: Path) -> None:
 
 
 def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
-    model = make_model()
+    def counting() -> nn.Module:
+        return make_model(
+            admit_strategy=FrequencyAdmissionStrategy(threshold=2),
+            admission_counter=KVCounter(1024, 128),
+        )
+
+    model, other, third = counting(), counting(), counting()
     train(model)
-    before = contents(model)
     with torch.device("meta"):  # memory that nothing may be written to
-        dump_async(tmp_path / "c", model, optim=True).wait()
+        dump_async(tmp_path / "c", model, optim=True, counter=True).wait()
         DynamicEmbDump(tmp_path / "indexed", model, optim=True, serving_index=True)
-    for name in ("c", "indexed"):
-        other = make_model()
-        DynamicEmbLoad(tmp_path / name, other, optim=True)
-        assert contents(other) == before
+        DynamicEmbLoad(tmp_path / "c", other, optim=True, counter=True)
+        DynamicEmbLoad(tmp_path / "indexed", third, optim=True)
+    assert contents(other) == contents(third) == contents(model)
+    name, table = model.table_names[0], model.tables[0]
+    rows = next(table.export(batch_size=10))
+    for folder in ("c", "indexed"):
+        with torch.device("meta"), ServingTable(tmp_path / folder, name) as served:
+            found, embeddings = served.find(rows.ids)
+        assert torch.equal(embeddings, rows.embeddings)
+        assert bool(found.all())
 
 
 def test_several_run_in_order(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class BlockReader:
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The next numbers of the file."""
-        return self.fill(torch.empty(shape, dtype=dtype))
+        return self.fill(torch.empty(shape, dtype=dtype, device="cpu"))
 
     def fill(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same into a tensor that is there, contiguous and on the CPU; returns it."""

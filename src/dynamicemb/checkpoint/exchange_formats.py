@@ -162,7 +162,7 @@ def _in_numpy(dtype: torch.dtype) -> torch.dtype:
 
 
 def _numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=_in_numpy(dtype)).numpy().dtype.newbyteorder("<")
+    return torch.empty(0, dtype=_in_numpy(dtype), device="cpu").numpy().dtype.newbyteorder("<")
 
 
 class _Numpy(Format):
@@ -241,7 +241,7 @@ class _NumpyReader(Reader):
 
     def _read(self, file: Any, name: str, rows: int) -> torch.Tensor:
         array = self.arrays[name]
-        tensor = torch.empty((rows, *array.shape[1:]), dtype=array.dtype)
+        tensor = torch.empty((rows, *array.shape[1:]), dtype=array.dtype, device="cpu")
         data = _bytes(tensor)
         done = 0
         while done < len(data):

@@ -167,7 +167,7 @@ class Manifest:
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
     """XXH64 of ``data``."""
-    view = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
+    view = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, device="cpu")
     return _engine.xxh64(view.data_ptr(), len(data))
 
 

@@ -55,13 +55,13 @@ def write_index(reader: CheckpointReader, collection: str, table: TableEntry, sh
 def _ids(
     reader: CheckpointReader, collection: str, table: TableEntry, shard: Shard
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = [torch.empty(0, dtype=torch.int64)]
+    parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for rows in reader.rows(collection, table, shard, values=False, scores=False):
         parts.append(rows.ids)
-    removed = torch.empty(0, dtype=torch.int64)
+    removed = torch.empty(0, dtype=torch.int64, device="cpu")
     if REMOVED in shard.files:
         with reader.open_file(collection, table, shard, REMOVED) as file:
-            removed = torch.empty(file.size // 8, dtype=torch.int64)
+            removed = torch.empty(file.size // 8, dtype=torch.int64, device="cpu")
             if len(removed):
                 file.read_at(0, memoryview(removed.numpy()))  # type: ignore[arg-type]
     return torch.cat(parts), removed

@@ -180,7 +180,7 @@ def to_table(plan: Plan, shard: Shard, stored: StoredRows, now: int) -> Rows:
         state = initial.expand(len(stored), -1).contiguous()
     if stored.scores is None:
         shape = (len(stored),) if table.score_words == 1 else (len(stored), 2)
-        scores = torch.zeros(shape, dtype=torch.int64)
+        scores = torch.zeros(shape, dtype=torch.int64, device="cpu")
     else:
         scores = from_file(stored.scores, plan.entry.strategy, shard.clock, now)
     assert state is not None

@@ -57,7 +57,7 @@ class _Buffers:
             "opt_values": ((rows, state_dim), torch.float32),
         }
         self._tensors = {
-            role: torch.empty(shape, dtype=dtype)
+            role: torch.empty(shape, dtype=dtype, device="cpu")
             for role, (shape, dtype) in shapes.items()
             if role in roles
         }
@@ -265,7 +265,7 @@ class CheckpointReader:
         found = []
         for role in ("counter_keys", "counter_frequencies"):
             if shard.counter_rows is None:
-                found.append(torch.empty(0, dtype=torch.int64))
+                found.append(torch.empty(0, dtype=torch.int64, device="cpu"))
                 continue
             with (
                 naming("reading", self.path),

@@ -94,7 +94,7 @@ class ServingTable:
         self._checkpoint_id = layers[-1].checkpoint
         self._sequence = sequence
         fill = self._settings["missing"]
-        self._missing = torch.full((entry.dim,), fill, dtype=entry.value_dtype)
+        self._missing = torch.full((entry.dim,), fill, dtype=entry.value_dtype, device="cpu")
 
     def _mapped(self, layers: Sequence[Layer]) -> _engine.MappedTable:
         return _engine.MappedTable(
@@ -152,8 +152,8 @@ class ServingTable:
     def _added(self, before: tuple[Layer, ...], delta: Layer) -> int:
         """Rows more, or fewer, through a delta."""
         mapped = self._mapped(before)
-        found = torch.empty(COUNTED_AT_ONCE, dtype=torch.bool)
-        rows = torch.empty(COUNTED_AT_ONCE, self.dim, dtype=self._entry.value_dtype)
+        found = torch.empty(COUNTED_AT_ONCE, dtype=torch.bool, device="cpu")
+        rows = torch.empty(COUNTED_AT_ONCE, self.dim, dtype=self._entry.value_dtype, device="cpu")
 
         def known(address: int, n: int) -> int:
             count = 0
@@ -186,8 +186,8 @@ class ServingTable:
         mapped, layers = self._found_in
         if not layers:
             raise UsageError(f"serving table {self._name!r} is closed")
-        found = torch.empty(ids.shape, dtype=torch.bool)
-        rows = torch.empty((*ids.shape, self.dim), dtype=self._entry.value_dtype)
+        found = torch.empty(ids.shape, dtype=torch.bool, device="cpu")
+        rows = torch.empty((*ids.shape, self.dim), dtype=self._entry.value_dtype, device="cpu")
         self._find(mapped, flat.data_ptr(), flat.numel(), found, rows)
         return found, rows.to(self.dtype)
 
