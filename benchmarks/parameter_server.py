@@ -9,7 +9,8 @@ and values that are bytes objects already, in commands of 1,000 keys. Ratio: our
 theirs. Contenders take turns.
 
 Ids to slots: `IDTransformer.transform`, 1,000,000 slots, 100,000 ids a batch, all known, batches
-made before; the median of 21, and the least. The figures of torchrec_dynamic_embedding, which has
+made before; the median of 21, and the least. Between them ten checksums over 32 KB, arithmetic
+only: how fast the processor is at that time. The figures of torchrec_dynamic_embedding, which has
 one thread, were measured before on a machine like the one of README.md, and are not from this run.
 
 Training: an EmbeddingBagCollection with one table of 64 columns under DistributedModelParallel,
@@ -35,6 +36,7 @@ import torch
 
 from dynamicemb.cli.benching.timing import interleave, keep_freed_memory
 from dynamicemb.cli.machine import environment
+from dynamicemb.table.engine import _engine
 
 ROWS, WIDTH, CHUNK = 10_000, 64, 1000
 #: Milliseconds of torchrec_dynamic_embedding for 100,000 ids ("naive"), and for evicting 500,000.
@@ -151,15 +153,18 @@ def measure_transform(slots: int, batch: int, repeats: int) -> list[dict[str, An
                 at = torch.randint(0, slots, (batch,), generator=generator)
             batches.append(TensorList([known[at]]))
         times: dict[int, list[float]] = {1: [], 2: []}
+        bare: list[float] = []
         for turn, ids in enumerate(batches):
             threads = 1 + turn % 2
             torch.set_num_threads(threads)
             begin = time.perf_counter()
             transformer.transform(ids, out, 10**6 + turn)
             times[threads].append((time.perf_counter() - begin) * 1e3)
+            bare.append(_arithmetic_us())
         for threads, taken in times.items():
             case = f"transform, {kind}, {threads} threads"
             lines.append(_transform_line(case, taken, UPSTREAM[kind]))
+            lines[-1]["arithmetic_us"] = round(statistics.median(bare), 1)
     torch.set_num_threads(1)
     times = {1: []}
     for _ in range(3):
@@ -174,6 +179,17 @@ def measure_transform(slots: int, batch: int, repeats: int) -> list[dict[str, An
     lines.append(_transform_line("evict half, 1 threads", times[1], UPSTREAM["evict"]))
     torch.set_num_threads(default)
     return lines
+
+
+_BYTES = torch.zeros(32768, dtype=torch.uint8)
+
+
+def _arithmetic_us() -> float:
+    """Microseconds of ten checksums over bytes in the first-level cache."""
+    begin = time.perf_counter()
+    for _ in range(10):
+        _engine.xxh64(_BYTES.data_ptr(), len(_BYTES))
+    return (time.perf_counter() - begin) * 1e6
 
 
 def _transform_line(case: str, taken: list[float], upstream: tuple[float, float]) -> dict[str, Any]:
