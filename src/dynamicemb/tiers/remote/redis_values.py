@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from dynamicemb.table.engine import _engine
 
 _BUFFER = 1 << 18
 _LONGEST_LINE = 1 << 16
+_local = threading.local()
 _KINDS = {1: "size", 2: "tag", 3: "unknown"}
 
 
@@ -39,11 +41,12 @@ class ValueShape:
 
 
 class Replies:
-    """What comes in over a connection of redis-py whose earlier replies have all been read."""
+    """What comes in over a connection of redis-py whose earlier replies were all read; a thread
+    has one at a time."""
 
     def __init__(self, connection: Any, longest: int) -> None:
         self._connection = connection
-        self._buffer = np.empty(max(_BUFFER, 2 * longest), np.uint8)
+        self._buffer = _buffer(max(_BUFFER, 2 * longest))
         self._view = self._buffer.data
         self._begin = self._end = 0
 
@@ -103,6 +106,14 @@ class Replies:
             if done == len(rows):
                 return
             self._more()
+
+
+def _buffer(size: int) -> npt.NDArray[np.uint8]:
+    """This thread's, kept for its next replies: fresh pages cost more than reading into them."""
+    kept: npt.NDArray[np.uint8] | None = getattr(_local, "buffer", None)
+    if kept is None or len(kept) != size:
+        kept = _local.buffer = np.empty(size, np.uint8)
+    return kept
 
 
 def _error(text: str) -> ResponseError:
