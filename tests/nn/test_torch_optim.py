@@ -333,3 +333,23 @@ def test_the_optimizers_own_state_dict_round_trips() -> None:
     assert torch.equal(rows_of(model.embedding, ROWS), rows_of(again.embedding, ROWS))
     for mine, theirs in zip(model.layers.parameters(), again.layers.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_another_parameter_in_the_place_of_the_handle_is_refused() -> None:
+    """Its gradients reach no row: training would go on, and nothing would be learnt."""
+    module = DynamicEmbedding(4)
+    ids = torch.arange(3)
+    others = {name: one.detach().clone() for name, one in module.named_parameters()}
+    with pytest.raises(UsageError, match="in the place of a dynamic embedding's handle"):
+        torch.func.functional_call(module, others, (ids,))
+    same = dict(module.named_parameters())
+    assert torch.func.functional_call(module, same, (ids,)).requires_grad
+    module.eval()
+    assert torch.func.functional_call(module, others, (ids,)).shape == (3, 4)
+    module.train()
+    module.handle = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(UsageError, match="in the place of"):
+        module(ids)
+    fused = DynamicEmbedding(4, optimizer="sgd")
+    fused.handle = torch.nn.Parameter(torch.zeros(1))
+    fused(ids).sum().backward()  # rows are updated in backward

@@ -227,7 +227,7 @@ class DynamicModule(nn.Module, ABC):
                     f"forward in training mode, but table {table.name!r} has training=False; call "
                     "eval() first"
                 )
-        self._refuse_replicas()
+        self._check_handle()
         return self._group.find_or_insert(
             plan.ids,
             plan.bounds,
@@ -235,8 +235,14 @@ class DynamicModule(nn.Module, ABC):
             protect=tuple(one.lookup for one in self._prefetched if one.lookup is not None),
         )
 
-    def _refuse_replicas(self) -> None:
-        """Ranks of ``DistributedDataParallel`` would each train rows of their own, unnoticed."""
+    def _check_handle(self) -> None:
+        """Refuse what would leave rows untrained, or train them on each rank apart, unnoticed."""
+        if not self.fused and owner_of(self.handle) is not self:
+            raise UsageError(
+                "another parameter is in the place of a dynamic embedding's handle, so that no "
+                "optimizer would train its rows; FSDP and functional_call do that: leave the "
+                "handle out (ignored_params), or use a fused optimizer (optimizer=EmbOptimType...)"
+            )
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None or wrapper.process_group.size() == 1:
             return
