@@ -202,17 +202,18 @@ def gpu() -> str:
             optimizer,
             *(
                 f"{result['module'][optimizer][what]:.2f}"
-                for what in ("train_ms", "train_device_ms", "eval_throughput_ms")
+                for what in ("train_one_thread_ms", "train_device_ms", "eval_throughput_ms")
             ),
         ]
         for optimizer in ("sgd", "adam", "exact_row_wise_adagrad")
         if optimizer in result["module"]
     ]
-    head = ["10 tables, dim 128, ms", "training step", "of it on the device", "evaluation forward"]
+    head = ["10 tables, dim 128, ms", "training step", "device alone", "evaluation forward"]
     words = (
         f"`python benchmarks/gpu/run_all.py`, {result['date'][:10]}, commit {result['commit']}, "
         f"one {result['gpu']}, torch {result['torch']}, Triton {result['triton']}; "
-        f"{result['module']['ids']:,} ids a step. Whole result: `benchmarks/results/{name}`.\n"
+        f"{result['module']['ids']:,} ids a step, backward in the thread of the caller. "
+        f"Whole result: `benchmarks/results/{name}`.\n"
     )
     return f"{words}\n{table(head, rows)}"
 
