@@ -457,8 +457,8 @@ class _RowLookup(torch.autograd.Function):
         found, ctx.row_lookup = ctx.row_lookup, None
         if found is None:
             raise UsageError(
-                "backward through a dynamic embedding a second time: its rows were updated by the "
-                "first"
+                "backward through a dynamic embedding a second time; allowed: one for each forward "
+                "(add losses up, or look up again)"
             )
         _ = ctx.saved_tensors  # raises if offsets or weights were changed in place
         module: DynamicModule = ctx.module
