@@ -371,7 +371,9 @@ class Optimizer:
 
     def initial_state(self, dim: int) -> torch.Tensor:
         """The state of a new row, float32 ``[state_dim(dim)]``."""
-        state = torch.full((self.state_dim(dim),), self.state_initial_value(), dtype=torch.float32)
+        state = torch.full(
+            (self.state_dim(dim),), self.state_initial_value(), dtype=torch.float32, device="cpu"
+        )
         if self.kind is OptimizerKind.FTRL:
             state[:dim] = 0.0
         return state

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _show_rows(content: Content, options: InspectOptions) -> int:
     wanted = [int(one) for one in options.id]
-    ids = torch.tensor(sorted(set(wanted)))
+    ids = torch.tensor(sorted(set(wanted)), device="cpu")
     found = {table.key: content.find(table, ids) for table in content.tables}
     rows = [
         _row_facts(table, found[table.key], number) for number in wanted for table in content.tables

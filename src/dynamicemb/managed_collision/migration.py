@@ -246,7 +246,9 @@ def _fill_table(table: Table, module: Any, weight: torch.Tensor) -> None:
 
 def _fill_slots(table: Table, module: ManagedCollisionModule, weight: torch.Tensor) -> None:
     parts = list(table.export())
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(one.ids.cpu() for one in parts)])
+    ids = torch.cat(
+        [torch.empty(0, dtype=torch.int64, device="cpu"), *(one.ids.cpu() for one in parts)]
+    )
     if not len(ids):
         return
     rows = torch.cat([one.embeddings.cpu() for one in parts])
@@ -263,7 +265,14 @@ def _fill_slots(table: Table, module: ManagedCollisionModule, weight: torch.Tens
         counts = single.clamp(1, MAX_COUNT)
     n = len(ids)
     module.slot_map.restore(
-        SlotMapState(ids, torch.arange(n), torch.arange(n, 0, -1), counts, time=n, draws=0)
+        SlotMapState(
+            ids,
+            torch.arange(n, device="cpu"),
+            torch.arange(n, 0, -1, device="cpu"),
+            counts,
+            time=n,
+            draws=0,
+        )
     )
     with torch.no_grad():
         weight[:n] = rows.to(weight.device, weight.dtype)

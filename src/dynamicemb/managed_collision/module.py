@@ -216,7 +216,7 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
         seen, places = torch.unique(
             torch.cat([one for one, _ in self._history]), return_inverse=True
         )
-        total = torch.zeros(len(seen), dtype=torch.int64).index_add_(
+        total = torch.zeros(len(seen), dtype=torch.int64, device="cpu").index_add_(
             0, places, torch.cat([count for _, count in self._history])
         )
         if len(self._history) == self._eviction_interval:
@@ -383,14 +383,17 @@ def _save_map(module: ManagedCollisionModule, prefix: str, keep_vars: bool) -> N
     order = torch.argsort(state.ids, stable=True)
     used = len(order)
     size = module._zch_size
-    taken = torch.zeros(size, dtype=torch.bool)
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
     taken[state.slots] = True
     free = torch.nonzero(~taken)[:, 0]  # the shared slot is the last of them
     columns = {
-        "_mch_sorted_raw_ids": (state.ids, torch.full((size - used,), FREE)),
+        "_mch_sorted_raw_ids": (state.ids, torch.full((size - used,), FREE, device="cpu")),
         "_mch_remapped_ids_mapping": (state.slots, free),
-        "_mch_counts": (state.counts, torch.zeros(size - used, dtype=torch.int64)),
-        "_mch_last_access_iter": (state.last, torch.zeros(size - used, dtype=torch.int64)),
+        "_mch_counts": (state.counts, torch.zeros(size - used, dtype=torch.int64, device="cpu")),
+        "_mch_last_access_iter": (
+            state.last,
+            torch.zeros(size - used, dtype=torch.int64, device="cpu"),
+        ),
     }
     offset = {"_mch_remapped_ids_mapping": module._output_global_offset}
     with torch.no_grad():

@@ -42,7 +42,7 @@ class _ResetsRows:
             if slots is None or len(slots) == 0:
                 continue
             tbe, place = self._table_to_tbe_and_index[table]
-            if getattr(tbe, "lxu_cache_weights", torch.empty(0)).numel():
+            if getattr(tbe, "lxu_cache_weights", torch.empty(0, device="cpu")).numel():
                 cached[table] = slots  # rows are in two places: fbgemm knows where
                 continue
             at = int(place.item())

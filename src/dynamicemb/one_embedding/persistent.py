@@ -191,8 +191,10 @@ class PersistentTableWriter:
         owner = self._routing.owner(ids)
         for rank, store in enumerate(self._stores):
             here = (owner == rank).nonzero().squeeze(1)
-            scores = torch.zeros(len(here), dtype=torch.int64)
-            store.insert(Rows(ids[here], rows[here], torch.empty(len(here), 0), scores))
+            scores = torch.zeros(len(here), dtype=torch.int64, device="cpu")
+            store.insert(
+                Rows(ids[here], rows[here], torch.empty(len(here), 0, device="cpu"), scores)
+            )
 
     def close(self) -> None:
         """Save the snapshot in every folder, and give them back."""

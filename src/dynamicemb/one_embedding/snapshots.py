@@ -309,8 +309,8 @@ class Snapshots:
     def _receive(self, batch: Batch | None) -> Batch:
         """Send this rank's rows to their owners; the rows that it is given."""
         if batch is None:
-            empty = torch.empty(0, dtype=torch.int64)
-            batch = empty, torch.empty(0, self.storage_dim), empty
+            empty = torch.empty(0, dtype=torch.int64, device="cpu")
+            batch = empty, torch.empty(0, self.storage_dim, device="cpu"), empty
         if self._ranks.size == 1:
             return batch
         ids, values, scores = batch

@@ -115,4 +115,4 @@ class DynamicCollection(nn.Module):
                         UserWarning,
                         stacklevel=2,
                     )
-                state_dict[key] = torch.empty(0, table.dim, dtype=table.dtype)
+                state_dict[key] = torch.empty(0, table.dim, dtype=table.dtype, device="cpu")

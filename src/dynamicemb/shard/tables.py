@@ -96,7 +96,7 @@ def shards_of(
 
 def agreed_seed(pg: dist.ProcessGroup | None, device: torch.device | None) -> int:
     """A seed from torch's generator, the first rank's on all ranks of ``pg``."""
-    seed = torch.empty((), dtype=torch.int64).random_()
+    seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
     if pg is not None and dist.get_world_size(pg) > 1:
         seed = seed.to(device)
         dist.broadcast(seed, src=dist.get_global_rank(pg, 0), group=pg)

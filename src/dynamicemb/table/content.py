@@ -55,7 +55,9 @@ def save(table: Table) -> dict[str, torch.Tensor]:
         "scores": torch.cat([empty.scores, *(rows.scores for rows in batches)]),
         "counter_ids": counter_ids,
         "counter_counts": counter_counts.clone(),
-        "meta": torch.tensor([signed(numbers[name]) for name in _META], dtype=torch.int64),
+        "meta": torch.tensor(
+            [signed(numbers[name]) for name in _META], dtype=torch.int64, device="cpu"
+        ),
     }
 
 

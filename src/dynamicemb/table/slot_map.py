@@ -47,8 +47,8 @@ class IdSlots:
 
     @cached_property
     def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.empty(len(self), dtype=torch.int64)
-        slots = torch.empty(len(self), dtype=torch.int64)
+        ids = torch.empty(len(self), dtype=torch.int64, device="cpu")
+        slots = torch.empty(len(self), dtype=torch.int64, device="cpu")
         self._found.copy(ids.data_ptr(), slots.data_ptr())
         return ids, slots
 
@@ -64,7 +64,7 @@ class IdSlots:
 
     def pairs(self) -> torch.Tensor:
         """int64 [n, 2]: (id, slot)."""
-        pairs = torch.empty(len(self), 2, dtype=torch.int64)
+        pairs = torch.empty(len(self), 2, dtype=torch.int64, device="cpu")
         self._found.copy_pairs(pairs.data_ptr())
         return pairs
 
@@ -246,8 +246,8 @@ class SlotMap:
         """See :class:`SlotMapState`; :meth:`restore` makes an equal map of it."""
         which = self._engine.used_since(0, True)
         pairs = IdSlots(which)
-        last = torch.empty(len(which), dtype=torch.int64)
-        counts = torch.empty(len(which), dtype=torch.uint32)
+        last = torch.empty(len(which), dtype=torch.int64, device="cpu")
+        counts = torch.empty(len(which), dtype=torch.uint32, device="cpu")
         self._engine.uses(which, last.data_ptr(), counts.data_ptr())
         return SlotMapState(
             pairs.ids,

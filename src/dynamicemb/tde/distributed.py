@@ -33,8 +33,10 @@ class Exchange:
             return [list(parts)]
         sizes = self._tell(BATCH, [len(one) for one in parts])
         totals = [sum(one) for one in sizes]
-        padded = torch.zeros(max(1, *totals), dtype=torch.int64)
-        padded[: totals[self.rank]] = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        padded = torch.zeros(max(1, *totals), dtype=torch.int64, device="cpu")
+        padded[: totals[self.rank]] = torch.cat(
+            [torch.empty(0, dtype=torch.int64, device="cpu"), *parts]
+        )
         received = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(received, padded, group=self._group)
         return [
@@ -56,7 +58,7 @@ class Exchange:
                 return  # the others see it too, and this rank has an error of its own
 
     def _tell(self, status: int, counts: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor([status, *counts], dtype=torch.int64)
+        mine = torch.tensor([status, *counts], dtype=torch.int64, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self._group)
         said = [int(one[0]) for one in everyone]

@@ -110,7 +110,7 @@ class IDTransformer:
         if len(ids) == 1 and _can_be_written(cache_ids[0], ids[0]):
             mapped = self._transformer.map(ids[0], time=now, evict=False, out=cache_ids[0].view(-1))
             return TransformResult(mapped.refused == 0, mapped.inserted.pairs())
-        joined = torch.cat([torch.empty(0, dtype=torch.int64), *ids])
+        joined = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ids])
         mapped = self._transformer.map(joined, time=now, evict=False)
         for tensor, slots in zip(cache_ids, mapped.slots.split(sizes), strict=True):
             slots = slots.view(tensor.shape)

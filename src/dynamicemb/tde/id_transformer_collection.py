@@ -91,7 +91,7 @@ def _new_rows(config: BaseEmbeddingConfig, seed: int) -> NewRows:
     if given is not None and not is_default:
 
         def by_function(ids: torch.Tensor) -> torch.Tensor:
-            rows = torch.empty(len(ids), dim)
+            rows = torch.empty(len(ids), dim, device="cpu")
             made = given(rows)
             return rows if made is None else made
 
@@ -178,7 +178,7 @@ class IDTransformerCollection:
                 table.ps.raise_error()
         values = kjt.values().detach().to("cpu", torch.int64)
         pieces = dict(zip(kjt.keys(), values.split(kjt.length_per_key()), strict=True))
-        empty = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
         out = []
         for table in self._tables.values():
             names = [one for one in table.config.feature_names if one in pieces]

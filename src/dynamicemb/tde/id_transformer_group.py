@@ -90,7 +90,7 @@ class IDTransformerGroup:
             )
 
     def _agreed_seed(self) -> int:
-        seed = torch.empty((), dtype=torch.int64).random_()
+        seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
         if self.exchange.world_size > 1:
             seed = self.exchange.gather([seed.view(1)])[0][0].view(())
         return int(seed) % 2**64
@@ -126,7 +126,7 @@ class IDTransformerGroup:
             if path not in self._collections:
                 raise wrong_value("a path", path, ", ".join(map(repr, self._collections)))
         collected = {path: self._collections[path].collect(kjt) for path, kjt in kjts.items()}
-        absent = [torch.empty(0, dtype=torch.int64)]
+        absent = [torch.empty(0, dtype=torch.int64, device="cpu")]
         return [
             part
             for path, one in self._collections.items()

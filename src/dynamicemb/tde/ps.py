@@ -147,7 +147,7 @@ class PS:
             raise wrong_value("weight_init_min", low, f"at most weight_init_max = {high}")
 
         def uniform(new: torch.Tensor) -> torch.Tensor:
-            return torch.empty(len(new), self._dim).uniform_(low, high)
+            return torch.empty(len(new), self._dim, device="cpu").uniform_(low, high)
 
         return self.begin_fetch(ids, uniform if reinit else None)
 
@@ -201,7 +201,9 @@ class PS:
         row_format = server.shard.row_format
         begin, width = server.shard.column, row_format.parts[0].count
         weight = new_rows(wanted[missing])[:, begin : begin + width]
-        states = [torch.zeros(len(weight), part.count) for part in row_format.parts[1:]]
+        states = [
+            torch.zeros(len(weight), part.count, device="cpu") for part in row_format.parts[1:]
+        ]
         rows[missing] = row_format.pack([weight, *states])
         server.shard.write(slots, rows)
 

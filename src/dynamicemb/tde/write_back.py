@@ -53,8 +53,8 @@ class WriteBack:
 
     def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(bool [n]: which of ``ids`` are on their way, their rows uint8 [n, bytes])."""
-        found = torch.zeros(len(ids), dtype=torch.bool)
-        rows = torch.zeros(len(ids), self._server.format.nbytes, dtype=torch.uint8)
+        found = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
+        rows = torch.zeros(len(ids), self._server.format.nbytes, dtype=torch.uint8, device="cpu")
         with self._changed:
             waiting = list(self._waiting)
         for one in waiting:  # the latest is the truth

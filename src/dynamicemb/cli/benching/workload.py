@@ -53,8 +53,11 @@ class Workload:
         """
         bags = size // bag
         generator = np.random.default_rng(2)
-        offsets = (torch.arange(bags + 1, dtype=torch.int64) * bag).to(self.device)
-        grad = torch.rand(bags, self.dim, generator=torch.Generator().manual_seed(3)) - 0.5
+        offsets = (torch.arange(bags + 1, dtype=torch.int64, device="cpu") * bag).to(self.device)
+        grad = (
+            torch.rand(bags, self.dim, generator=torch.Generator().manual_seed(3), device="cpu")
+            - 0.5
+        )
         grad = grad.to(self.device)
         count = max(16 if size < 2**19 else 4, math.ceil(2**20 / size))
         result = []

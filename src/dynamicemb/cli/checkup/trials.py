@@ -28,7 +28,12 @@ from dynamicemb.tiers.remote.open import check_url
 logger = logging.getLogger(__name__)
 DIM, ROWS, BATCH, RATE = 8, 1000, 100, 0.5
 MEMORY = 1 << 14  # bytes for rows of a table whose rest is in a store: some 256 of them
-IDS = torch.cat([torch.tensor([2**63 - 1, -(2**63), -1]), torch.arange(ROWS - 3) * 7919])
+IDS = torch.cat(
+    [
+        torch.tensor([2**63 - 1, -(2**63), -1], device="cpu"),
+        torch.arange(ROWS - 3, device="cpu") * 7919,
+    ]
+)
 
 
 def trial_findings(folder: Path, redis: str | None) -> Iterator[Finding]:
@@ -99,7 +104,7 @@ def train_on_cpu() -> str:
 
 def checkpoint(folder: Path) -> str:
     module, other = _module(optimizer=EmbOptimType.ADAM), _module(optimizer=EmbOptimType.ADAM)
-    module(IDS, torch.arange(len(IDS) + 1)).sum().backward()
+    module(IDS, torch.arange(len(IDS) + 1, device="cpu")).sum().backward()
     DynamicEmbDump(folder, module, optim=True, progress=False)
     DynamicEmbLoad(folder, other, optim=True, progress=False)
     expected = module.tables[0].find(IDS).embeddings
@@ -139,7 +144,7 @@ def torchrec_module() -> str:
         name="t", embedding_dim=DIM, num_embeddings=1000, feature_names=["f"]
     )
     module = make_dynamic(torchrec.EmbeddingBagCollection([config]))
-    lengths = torch.ones(len(IDS), dtype=torch.int64)
+    lengths = torch.ones(len(IDS), dtype=torch.int64, device="cpu")
     features = torchrec.KeyedJaggedTensor(keys=["f"], values=IDS, lengths=lengths)
     rows = module(features).to_dict()["f"]
     rows.sum().backward()

@@ -225,10 +225,12 @@ def joined(batches: Sequence[Batch], table: TableInfo) -> Batch:
     if not batches:
         words = len(table.score_names)
         return Batch(
-            torch.empty(0, dtype=torch.int64),
-            torch.empty(0, table.dim, dtype=table.value_dtype),
-            torch.empty(0, table.state_dim) if table.state_dim else None,
-            torch.empty((0, 2) if words == 2 else 0, dtype=torch.int64) if words else None,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, table.dim, dtype=table.value_dtype, device="cpu"),
+            torch.empty(0, table.state_dim, device="cpu") if table.state_dim else None,
+            torch.empty((0, 2) if words == 2 else 0, dtype=torch.int64, device="cpu")
+            if words
+            else None,
         )
     columns = zip(*(vars(one).values() for one in batches), strict=True)
     return Batch(*(None if some[0] is None else torch.cat(list(some)) for some in columns))  # type: ignore[arg-type]

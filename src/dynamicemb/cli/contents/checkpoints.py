@@ -165,7 +165,7 @@ class CheckpointContent(Content):
     def removed(self, table: TableInfo) -> torch.Tensor:
         """int64 [n]: of a delta, the ids that left."""
         entry, shards = self._entries[table.key]
-        found = [torch.empty(0, dtype=torch.int64)]
+        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for shard in shards:
             if REMOVED in shard.files:
                 with self.reader.open_file(table.collection, entry, shard, REMOVED) as file:
@@ -296,7 +296,7 @@ class ChainContent(Content):
         """For each link, the sorted ids that a later one has or removes."""
         known = self._later.get(table.key)
         if known is None:
-            known = [torch.empty(0, dtype=torch.int64)]
+            known = [torch.empty(0, dtype=torch.int64, device="cpu")]
             for content in reversed(self.contents[1:]):
                 here = _same(content, table)
                 some = [known[0]]
@@ -354,6 +354,6 @@ def _same(content: CheckpointContent, table: TableInfo) -> TableInfo | None:
 def _contains(known: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """bool [n]: which ids are among the sorted ones."""
     if not len(known):
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return torch.zeros(len(ids), dtype=torch.bool, device="cpu")
     place = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
     return known[place] == ids

@@ -46,7 +46,9 @@ def check_table(
 def _check_ids(content: Content, table: TableInfo, memory: int) -> Iterator[Damage]:
     """No id has two rows."""
     for share in shares(table.rows, 24, memory):  # ids, and a sorted copy with its numbers
-        ids = torch.cat([torch.empty(0, dtype=torch.int64), *ids_of(content, table, share)])
+        ids = torch.cat(
+            [torch.empty(0, dtype=torch.int64, device="cpu"), *ids_of(content, table, share)]
+        )
         ordered = ids.sort().values
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice):
@@ -107,11 +109,11 @@ def _check_index(content: CheckpointContent, table: TableInfo) -> Iterator[Damag
     layer = Layer(content.reader, table.collection, table.name, settings)
     width = entry.dim * entry.value_dtype.itemsize
     mapped = _engine.MappedTable(row_bytes=width, layers=[layer.mapped])
-    missing = torch.zeros(entry.dim, dtype=entry.value_dtype)
+    missing = torch.zeros(entry.dim, dtype=entry.value_dtype, device="cpu")
     wrong = 0
     for batch in content.batches(table, None, Columns(state=False, scores=False)):
         assert batch.embeddings is not None
-        found = torch.empty(len(batch), dtype=torch.bool)
+        found = torch.empty(len(batch), dtype=torch.bool, device="cpu")
         rows = torch.empty_like(batch.embeddings)
         ids = batch.ids.contiguous()
         mapped.find(

@@ -138,7 +138,7 @@ class Compared:
 
     def _compare_share(self, share: Share, advance: Advance) -> None:
         known = self._load(share, advance)
-        seen = torch.zeros(len(known), dtype=torch.bool)
+        seen = torch.zeros(len(known), dtype=torch.bool, device="cpu")
         content, table = self._b
         for batch in self._batches(self._b, advance):
             some = share.of(batch)
@@ -178,8 +178,8 @@ class Compared:
     def _compare_rows(self, one: Batch, other: Batch) -> None:
         """Rows of the same ids, in the same order."""
         result = self.result
-        worst = torch.zeros(len(one))
-        changed = torch.zeros(len(one), dtype=torch.bool)
+        worst = torch.zeros(len(one), device="cpu")
+        changed = torch.zeros(len(one), dtype=torch.bool, device="cpu")
         for mine, theirs, distance in (
             (one.embeddings, other.embeddings, result.embeddings),
             (one.state, other.state, result.state),
@@ -213,7 +213,7 @@ class _Lowest:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._ids = torch.empty(0, dtype=torch.int64)
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def add(self, ids: torch.Tensor) -> None:
         self._ids = torch.cat([self._ids, ids]).sort().values[: self._count]

@@ -82,8 +82,11 @@ class Histogram:
             self._bins[place] += count
 
     def _age_bins(self, words: torch.Tensor) -> torch.Tensor:
-        age = torch.tensor(self._clock if self._clock < 2**63 else self._clock - 2**64) - words
-        edges = torch.tensor([size for _, size in _AGES])
+        age = (
+            torch.tensor(self._clock if self._clock < 2**63 else self._clock - 2**64, device="cpu")
+            - words
+        )
+        edges = torch.tensor([size for _, size in _AGES], device="cpu")
         return torch.bucketize(age, edges)
 
     def bins(self) -> list[tuple[str, int]]:
@@ -123,7 +126,7 @@ class Highest:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._ids = torch.empty(0, dtype=torch.int64)
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._numbers: torch.Tensor | None = None
 
     def add(self, ids: torch.Tensor, numbers: torch.Tensor) -> None:

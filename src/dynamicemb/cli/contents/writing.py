@@ -360,8 +360,12 @@ class _Written:
             self.reserved += int(((some.ids >= -4) & (some.ids < 0)).sum())
             assert some.embeddings is not None
             count = len(some)
-            none = torch.empty(count, 0)
-            words = torch.zeros(count, dtype=torch.int64) if some.scores is None else some.scores
+            none = torch.empty(count, 0, device="cpu")
+            words = (
+                torch.zeros(count, dtype=torch.int64, device="cpu")
+                if some.scores is None
+                else some.scores
+            )
             yield Rows(some.ids, some.embeddings, none if some.state is None else some.state, words)
 
     def _counted(self, routing: Routing | None) -> tuple[torch.Tensor, torch.Tensor] | None:

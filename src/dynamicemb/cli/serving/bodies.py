@@ -87,7 +87,9 @@ def ids_of_value(value: Any) -> torch.Tensor:
             return torch.from_numpy(np.array(value, dtype=np.int64))
         except OverflowError:  # some are unsigned, or too large
             pass
-    return torch.tensor([_id(one, at) for at, one in enumerate(value)], dtype=torch.int64)
+    return torch.tensor(
+        [_id(one, at) for at, one in enumerate(value)], dtype=torch.int64, device="cpu"
+    )
 
 
 def _id(value: Any, at: int) -> int:

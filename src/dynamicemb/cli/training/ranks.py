@@ -50,7 +50,7 @@ class Ranks:
         """The first rank's value."""
         if self.size == 1:
             return value
-        told = torch.tensor([value])
+        told = torch.tensor([value], device="cpu")
         dist.broadcast(told, 0)
         return int(told.item())
 

@@ -208,7 +208,7 @@ class Run:
             rows = state["window"][0].shape[0]
             self.window = self._new_window(ceiling=rows == 2 + len(self.learners))
             self.window.restore([one.numpy() for one in state["window"]])
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         self.recent.extend(
             Batch(nothing, ids, lengths, nothing) for ids, lengths in state["recent"]
         )

@@ -47,7 +47,9 @@ def ids_of(run: Run) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
         size = lengths.shape[1]
         pieces = batch.ids.split(lengths.sum(1).tolist())
         for (_, table), ids, length in zip(features.items(), pieces, lengths, strict=True):
-            examples = torch.repeat_interleave(torch.arange(first, first + size), length)
+            examples = torch.repeat_interleave(
+                torch.arange(first, first + size, device="cpu"), length
+            )
             result[table].append((ids.numpy(), examples.numpy()))
         first += size
     return result

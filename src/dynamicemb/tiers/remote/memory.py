@@ -49,7 +49,7 @@ class MemoryRows(RemoteRows):
 
     def push(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         ids = self._checked(ids, rows)
-        padded = torch.zeros(len(ids), 4 * self._rows.dim, dtype=torch.uint8)
+        padded = torch.zeros(len(ids), 4 * self._rows.dim, dtype=torch.uint8, device="cpu")
         padded[:, : self.format.nbytes] = rows
         self._rows.insert(ids, padded.view(torch.float32))
 
@@ -61,7 +61,10 @@ class MemoryRows(RemoteRows):
 
     def ids(self) -> torch.Tensor:
         return torch.cat(
-            [torch.empty(0, dtype=torch.int64), *(rows.ids for rows in self._rows.export())]
+            [
+                torch.empty(0, dtype=torch.int64, device="cpu"),
+                *(rows.ids for rows in self._rows.export()),
+            ]
         )
 
     def count(self) -> int:

@@ -95,8 +95,8 @@ class PluginRows(RemoteRows):
 
     def pull(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ids = self._checked(ids)
-        found = torch.zeros(len(ids), dtype=torch.bool)
-        rows = torch.zeros(len(ids), self.format.nbytes, dtype=torch.uint8)
+        found = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
+        rows = torch.zeros(len(ids), self.format.nbytes, dtype=torch.uint8, device="cpu")
         for at in range(0, len(ids), _CHUNK_ROWS):
             part = slice(at, at + _CHUNK_ROWS)
             try:

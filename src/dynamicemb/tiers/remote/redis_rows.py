@@ -75,7 +75,7 @@ class _RedisRows(RemoteRows):
     def contains(self, ids: torch.Tensor) -> torch.Tensor:
         keys = self._keys.of(self._checked(ids).numpy())[:: self._keys.parts]
         replies = self._per_key(b"EXISTS", keys, self._what("looking for"))
-        return torch.tensor(replies, dtype=torch.bool)
+        return torch.tensor(replies, dtype=torch.bool, device="cpu")
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         there = self.contains(ids) & first_of_each(ids)  # asked before: erasing may be tried twice
@@ -84,7 +84,7 @@ class _RedisRows(RemoteRows):
         return there
 
     def ids(self) -> torch.Tensor:
-        parts = [torch.empty(0, dtype=torch.int64)]
+        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
         parts += [torch.from_numpy(self._keys.parse(keys)) for keys in self._scan()]
         distinct: torch.Tensor = torch.unique(torch.cat(parts))  # a scan may show a key twice
         return distinct

@@ -49,7 +49,7 @@ class RowFormat:
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """uint8 [n, bytes] of one tensor per part, [n, count] or [n] for a count of 1."""
-        out = torch.empty(len(tensors[0]), self.nbytes, dtype=torch.uint8)
+        out = torch.empty(len(tensors[0]), self.nbytes, dtype=torch.uint8, device="cpu")
         begin = 0
         for part, tensor in zip(self.parts, tensors, strict=True):
             flat = tensor.detach().reshape(len(out), part.count).to("cpu", part.dtype)
@@ -63,7 +63,7 @@ class RowFormat:
         return [
             piece.contiguous().view(part.dtype).view(len(rows), part.count)
             if part.count
-            else torch.empty(len(rows), 0, dtype=part.dtype)
+            else torch.empty(len(rows), 0, dtype=part.dtype, device="cpu")
             for part, piece in zip(self.parts, rows.split(sizes, dim=1), strict=True)
         ]
 
@@ -137,8 +137,8 @@ class RemoteRows(ABC):
 def first_of_each(ids: torch.Tensor) -> torch.Tensor:
     """bool [n]: the first occurrence of every id."""
     distinct, places = torch.unique(ids, return_inverse=True)
-    first = torch.full((len(distinct),), len(ids), dtype=torch.int64)
-    first.scatter_reduce_(0, places, torch.arange(len(ids)), "amin")
-    mask = torch.zeros(len(ids), dtype=torch.bool)
+    first = torch.full((len(distinct),), len(ids), dtype=torch.int64, device="cpu")
+    first.scatter_reduce_(0, places, torch.arange(len(ids), device="cpu"), "amin")
+    mask = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
     mask[first] = True
     return mask

@@ -79,7 +79,7 @@ class RemoteStore(Store):
                 self._rows.format.parts, self._rows.format.unpack(rows), strict=True
             )
         }
-        state = by_name.get("state", torch.empty(len(rows), 0))
+        state = by_name.get("state", torch.empty(len(rows), 0, device="cpu"))
         scores = by_name["scores"].view(len(rows), *out.scores.shape[1:])
         return Rows(out.ids, by_name["embedding"], state, scores)
 
