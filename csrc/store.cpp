@@ -410,7 +410,7 @@ StoreStats SsdStore::stats() const {
   stats.rows = content_.index.size();
   stats.records = content_.records;
   stats.segments = content_.segments.size();
-  stats.index_bytes = content_.index.bytes();
+  stats.index_bytes = content_.index.bytes() + active_content_.bytes();
   stats.direct = config_.direct;
   for (const auto& segment : content_.segments) {
     stats.pending_bytes += segment->pending();

@@ -74,6 +74,8 @@ class AlignedBuffer {
 struct SegmentContent {
   std::vector<uint64_t> ids;
   std::vector<uint8_t> kinds;
+
+  uint64_t bytes() const { return ids.capacity() * sizeof(uint64_t) + kinds.capacity(); }
 };
 
 class LogSegment {

@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Data types of rows, outputs and gradients. bfloat16 is handled by its bits, as int16.
+#: Data types of rows, outputs and gradients. The third, bfloat16, is handled by its bits, as int16.
 FLOAT32 = tl.constexpr(0)
 FLOAT16 = tl.constexpr(1)
-BFLOAT16 = tl.constexpr(2)
 
 ROUNDING_STREAM = tl.constexpr(0x80000000)
 
