@@ -36,8 +36,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
 class SsdStore(BoundedStore):
-    """Rows in a folder, as a log of segments with an index in memory: at most 16 bytes per row, and 9
-    to 18 for each record of the segment that is being written.
+    """Rows in a folder, as a log of segments with an index in memory: at most 16 bytes per row,
+    and 9 to 18 for each record of the segment that is being written.
 
     The folder belongs to one store of one process at a time. Opening it again finds what was
     flushed, and what the operating system still had of the rest. Every record has a checksum:
