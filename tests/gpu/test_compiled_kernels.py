@@ -36,7 +36,7 @@ def resources(*arguments: str) -> dict[str, dict[str, list[int]]]:
 
 
 #: Bytes: a few words are saved around the calls of exact divisions and roots.
-STACK = 32
+STACK = 24
 
 
 def large_stacks(table: dict[str, dict[str, list[int]]]) -> list[str]:

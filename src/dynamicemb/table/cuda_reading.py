@@ -139,6 +139,9 @@ def pool(
     tables, columns = layout.feature_arrays(pooling.features)
     bags = len(tables) * pooling.batch_size
     assert pooling.offsets is not None
+    # With weights, missing ids and tables that differ, more rows do not fit the registers.
+    crowded = pooling.weights is not None and missing and not layout.one_class
+    unroll = 2 if INTERPRETED or crowded else 4
     for one in layout.classes:
         side = sides.get((one.dim, one.type))
         block = max(1, (4096 if INTERPRETED else 256) // one.columns)
@@ -170,7 +173,7 @@ def pool(
                 one.type,
                 TYPES[pooling.dtype],
                 block,
-                2 if INTERPRETED else 4,
+                unroll,
                 layout.one_class,
                 entry_of is not None,
                 missing,
