@@ -20,7 +20,8 @@ from dynamicemb import (
     DynamicEmbDump,
     DynamicEmbLoad,
 )
-from dynamicemb.checkpoint.manifest import MANIFEST_NAME, checksum
+from dynamicemb.checkpoint.manifest import MANIFEST_NAME
+from dynamicemb.checkpoint.manifest_json import checksum
 from dynamicemb.checkpoint.names import distinct_stems, escape
 
 HOSTILE = [

@@ -19,9 +19,8 @@ from dynamicemb.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     STAGING_PREFIX,
     Manifest,
-    decode,
-    encode,
 )
+from dynamicemb.checkpoint.manifest_json import decode, encode
 from dynamicemb.checkpoint.names import belongs_to
 from dynamicemb.errors import CheckpointError, CorruptCheckpointError
 
