@@ -6,9 +6,10 @@ such a table; see docs/tiers.md.
 
 from dynamicemb.table.create import make_with_store
 from dynamicemb.tiers.base import BoundedStore, RowLayout, Store, StoreStats
-from dynamicemb.tiers.cached_table import CachedTable, CacheStats
+from dynamicemb.tiers.cached_table import CachedTable
 from dynamicemb.tiers.host import HostStore
 from dynamicemb.tiers.layout import create_cached_table
+from dynamicemb.tiers.levels import CacheStats
 from dynamicemb.tiers.remote.store import RemoteStore
 from dynamicemb.tiers.ssd import SsdStore
 from dynamicemb.tiers.stack import Stack

@@ -43,7 +43,7 @@ class CachedTableGroup(TableGroup):
     def _locked(self) -> Iterator[None]:
         with ExitStack() as stack:
             for _, table in sorted(self._cached, key=lambda one: id(one[1])):  # no deadlock
-                stack.enter_context(table.lock)
+                stack.enter_context(table.levels.lock)
             yield
 
     def evaluate(
@@ -63,7 +63,7 @@ class CachedTableGroup(TableGroup):
             for t, table in self._cached:
                 part = ids[limits[t] : limits[t + 1]]
                 ahead = ReadAhead(torch.unique(part[table.cache.find_slots(part) < 0]).cpu())
-                table.below.read_ahead(ahead)
+                table.levels.below.read_ahead(ahead)
                 ahead.start(table.store)
                 started.append(ahead)
             self._ahead.append(started)
@@ -72,7 +72,7 @@ class CachedTableGroup(TableGroup):
     def end_read_ahead(self) -> None:
         with self._locked():
             for (_, table), ahead in zip(self._cached, self._ahead.pop(0), strict=True):
-                table.below.end_read_ahead(ahead)
+                table.levels.below.end_read_ahead(ahead)
 
     def find_or_insert(
         self,
@@ -91,27 +91,26 @@ class CachedTableGroup(TableGroup):
                 inner.append(self._ensure(other, inner))
             for t, table in self._cached:
                 part = ids[limits[t] : limits[t + 1]]
-                missing = table.bring_up(part, inner, self._inner, t)
-                table.count_cache_misses(missing)
-                stack.enter_context(table.counting_new())
+                table.levels.misses += table.levels.bring_up(part, inner, self._inner, t)
+                stack.enter_context(table.levels.counting_new())
             kept = self._inner.find_or_insert_keeping(ids, bounds, counts=counts, protect=inner)
             stack.close()
             for t, table in self._cached:
-                table.write_back(kept.evicted[t])
+                table.levels.write_back(kept.evicted[t])
             for t, one in enumerate(self.tables):
                 one.check_failures(kept.failures[t], limits[t + 1] - limits[t])
             return CachedLookup(kept.lookup, ids, limits, self._evictions())
 
     def _evictions(self) -> list[int]:
-        return [table.evictions for _, table in self._cached]
+        return [table.levels.evictions for _, table in self._cached]
 
     def _ensure(self, lookup: Lookup, protect: Sequence[Lookup] = ()) -> Lookup:
         """Bring the rows of a lookup up again where some may have left."""
         assert isinstance(lookup, CachedLookup)
         for before, (t, table) in zip(lookup.evictions, self._cached, strict=True):
-            if before != table.evictions:
+            if before != table.levels.evictions:
                 part = lookup.ids[lookup.bounds[t] : lookup.bounds[t + 1]]
-                table.bring_up(part, protect, self._inner, t)
+                table.levels.bring_up(part, protect, self._inner, t)
         lookup.evictions = self._evictions()
         return lookup.inner
 
@@ -155,13 +154,13 @@ class CachedTableGroup(TableGroup):
     def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
         with self._locked():
             for t, table in self._cached:
-                table.bring_up(torch.cat([part[t][0] for part in parts]))
+                table.levels.bring_up(torch.cat([part[t][0] for part in parts]))
             return self._inner.merge(parts)
 
     def update_summed(self, gradients: SummedGradients) -> None:
         with self._locked():
             for t, table in self._cached:
-                table.bring_up(gradients[t][0])
+                table.levels.bring_up(gradients[t][0])
             self._inner.update_summed(gradients)
 
 

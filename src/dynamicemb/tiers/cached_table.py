@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,32 +19,12 @@ from dynamicemb.options import DynamicEmbInitializerArgs, DynamicEmbTableOptions
 from dynamicemb.table.base import Table
 from dynamicemb.table.create import create_table
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.incremental import current_mark
-from dynamicemb.table.rows import Found, Inserted, Lookup, Progress, Rows, TableStats, Written
+from dynamicemb.table.rows import Found, Inserted, Progress, Rows, TableStats, Written
 from dynamicemb.tiers.base import Store
-from dynamicemb.tiers.below import Below
-from dynamicemb.tiers.changes import Changes
 from dynamicemb.tiers.host import HostStore
+from dynamicemb.tiers.levels import CacheStats, Levels
 from dynamicemb.tiers.merge import changed_below, contains_below, export_below, fill_from, select
 from dynamicemb.tiers.staging import to_device
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts since the table was made.
-
-    hits, misses: distinct ids of training batches that were or were not in the cache.
-    brought_up: rows copied from the store into the cache. written_back: rows written to the store.
-    size, capacity, bytes: of the cache.
-    """
-
-    hits: int
-    misses: int
-    brought_up: int
-    written_back: int
-    size: int
-    capacity: int
-    bytes: int
 
 
 def _of_cache(name: str) -> Any:
@@ -117,13 +95,8 @@ class CachedTable(Table):
         if not isinstance(store, Store):
             raise wrong_type("the result of external_storage", store, "a dynamicemb.tiers.Store")
         self.store: Store = store
-        self.lock = threading.RLock()
-        self.evictions = 0  # grows when a row leaves the cache
-        self._changes = Changes()
-        self.below = Below(store, self._changes)
-        self._flushed_at: int | None = None  # a mark of the cache
-        self._brought_up = self._cache_misses = 0
-        self._alone: TableGroup | None = None
+        self.levels = Levels(self.cache, store)
+        self._changes, self._below = self.levels.changes, self.levels.below
 
     # ---- what it is ----
 
@@ -148,25 +121,18 @@ class CachedTable(Table):
         return self.cache.bucket_of(ids)
 
     def size(self) -> int:
-        with self.lock:
-            self.below.drain()
-            if self.below.only_cached is None:
-                self.below.only_cached = sum(
-                    int((~self.store.contains(rows.ids.cpu())).sum())
-                    for rows in self.cache.export()
-                )
-            return self.store.size() + self.below.only_cached
+        return self.levels.size()
 
     def stats(self) -> TableStats:
         """Of the table as a whole, the store included."""
-        with self.lock:
+        with self.levels.lock:
             of_cache = self.cache.stats()
             below = self.store.stats()
             lost = (below.details or {}).get("evictions", 0)
             size = self.size()
             return replace(
                 of_cache,
-                inserts=of_cache.inserts - self._brought_up,
+                inserts=of_cache.inserts - self.levels.brought_up,
                 evictions=int(lost) if isinstance(lost, int) else 0,
                 size=size,
                 capacity=self.capacity,
@@ -176,130 +142,46 @@ class CachedTable(Table):
 
     def cache_stats(self) -> CacheStats:
         """Of the cache alone: what was in memory when a batch asked for it."""
-        with self.lock:
-            stats = self.cache.stats()
-            looked_up = stats.hits + stats.misses
-            return CacheStats(
-                hits=looked_up - self._cache_misses,
-                misses=self._cache_misses,
-                brought_up=self._brought_up,
-                written_back=self.below.written_back,
-                size=stats.size,
-                capacity=stats.capacity,
-                bytes=stats.bytes,
-            )
+        return self.levels.cache_stats()
 
     def reset_stats(self) -> None:
-        with self.lock:
-            self.cache.reset_stats()
-            self._brought_up = self.below.written_back = self._cache_misses = 0
+        self.levels.reset_stats()
 
-    # ---- between the cache and the store ----
-
-    def bring_up(
-        self,
-        ids: torch.Tensor,
-        protect: Sequence[Lookup] = (),
-        group: TableGroup | None = None,
-        t: int = 0,
-    ) -> int:
-        """Copy rows of ``ids`` that only the store has into the cache, which is table ``t`` of
-        ``group``. Neither rows of ``ids`` nor of ``protect`` leave the cache for it. Returns how
-        many distinct ids were not in the cache."""
-        with self.lock:
-            missing = torch.unique(ids[self.cache.find_slots(ids) < 0]).cpu()
-            if not len(missing):
-                return 0
-            rows = self.below.find(missing)
-            if not len(rows):
-                return len(missing)
-            if group is None:
-                if self._alone is None:
-                    self._alone = self.cache.make_group([self.cache])
-                group = self._alone
-            written = group.bring_in(t, to_device(rows, self.device), ids, protect)
-            assert written.evicted is not None
-            placed = int(written.written.sum())
-            self._brought_up += placed
-            self.write_back(written.evicted)
-            if placed < len(rows):
-                raise UsageError(
-                    f"{len(rows) - placed} of {len(rows)} rows of a batch of {len(ids)} ids "
-                    f"find no place in the cache of table {self.name!r}, which has "
-                    f"{self.cache.capacity} slots in buckets of {self.bucket_capacity}: the batch, "
-                    "or the batches that wait for their backward, need more. Raise the memory "
-                    "budget, or make the batches smaller"
-                )
-            return len(missing)
-
-    def write_back(self, rows: Rows) -> None:
-        """Hand rows that left the cache to the store. What it does not take is kept and offered
-        again by the next call that needs the store."""
-        if not len(rows):
-            return
-        with self.lock:
-            self.evictions += 1
-            self.below.take(rows)
+    # ---- snapshots ----
 
     def flush(self) -> None:
         """Write the rows of the cache that changed since the last flush to the store, and flush the
         store: then it holds everything."""
-        with self.lock:
-            self.below.drain()
-            self.below.only_cached = None
-            mark = current_mark(self.cache)
-            for rows in self.cache.export(changed_since=self._flushed_at):
-                self.below.copy(rows)
-            self._flushed_at = mark
-            self.below.flushed()
+        self.levels.flush()
 
     def drop_cache(self) -> None:
         """Flush, then empty the cache."""
-        with self.lock:
-            self.flush()
-            if self._changes.tracked:
-                for rows in self.cache.export():
-                    self._changes.written(rows.ids.cpu())
-            self.cache.clear()
-            self.evictions += 1
-
-    # ---- snapshots ----
+        self.levels.drop_cache()
 
     def snapshot(self, name: str) -> None:
         """Keep the whole table of now under a name, in the store, if it has snapshots."""
-        with self.lock:
+        with self.levels.lock:
             self.flush()
             self.store.snapshot(name, self.progress().to_bytes())
 
     def load_snapshot(self, name: str) -> None:
         """Return to a snapshot: rows, scores, and the numbers that go on counting."""
-        with self.lock:
+        with self.levels.lock:
             note = self.return_to(name)
             if note:
                 self.restore_progress(Progress.from_bytes(note))
 
     def return_to(self, name: str) -> bytes:
         """Return to the rows of a snapshot of the store; its note."""
-        with self.lock:
-            note = self.store.load_snapshot(name)
-            self._start_again()
-            self._changes.forget()
-            return note
-
-    def _start_again(self) -> None:
-        """The store has other rows: none of the cache, or that waits, counts any more."""
-        self.cache.clear()
-        self.below.start_again()
-        self._flushed_at = None
-        self.evictions += 1
+        return self.levels.return_to(name)
 
     # ---- reading ----
 
     def find(self, ids: torch.Tensor) -> Found:
         ids = self.check_ids("ids", ids)
-        with self.lock:
+        with self.levels.lock:
             found = self.cache.find(ids)
-            self.below.drain()
+            self._below.drain()
             fill_from(self.store, ids, found)
             return found
 
@@ -309,9 +191,9 @@ class CachedTable(Table):
 
     def contains(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
-        with self.lock:
+        with self.levels.lock:
             found = self.cache.contains(ids)
-            self.below.drain()
+            self._below.drain()
             contains_below(self.store, ids, found)
             return found
 
@@ -344,8 +226,8 @@ class CachedTable(Table):
     def _export(
         self, cached: Iterator[Rows], batch_size: int, threshold: int | None, mark: int | None
     ) -> Iterator[Rows]:
-        with self.lock:
-            self.below.drain()
+        with self.levels.lock:
+            self._below.drain()
         yield from cached
 
         def above(ids: torch.Tensor) -> torch.Tensor:
@@ -364,11 +246,11 @@ class CachedTable(Table):
     # ---- changes ----
 
     def mark_changes(self) -> int:
-        with self.lock:
+        with self.levels.lock:
             return self._changes.mark(self.cache.mark_changes())
 
     def log_removals(self, limit: int | None = None) -> None:
-        with self.lock:
+        with self.levels.lock:
             limit = 2**20 if limit is None else check_integer("limit", limit, minimum=1)
             self.mark_changes()
             self._changes.log_removals(limit)
@@ -379,7 +261,7 @@ class CachedTable(Table):
         return self._changes.logs_removals
 
     def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
-        with self.lock:
+        with self.levels.lock:
             known_since, ids = self._changes.removed_after(mark)
             return known_since, ids.to(self.device)
 
@@ -397,27 +279,18 @@ class CachedTable(Table):
         ids = self.check_ids("ids", ids)
         if counts is not None:
             counts = self.check_counts(counts, len(ids))
-        with self.lock:
-            self._cache_misses += self.bring_up(ids)
-            with self.counting_new():
+        with self.levels.lock:
+            self.levels.misses += self.levels.bring_up(ids)
+            with self.levels.counting_new():
                 try:
                     inserted = self.cache.find_or_insert(ids, counts=counts, return_evicted=True)
                 except InsertionError as error:
-                    self.write_back(error.evicted)
+                    self.levels.write_back(error.evicted)
                     error.evicted = None
                     raise
             assert inserted.evicted is not None
-            self.write_back(inserted.evicted)
+            self.levels.write_back(inserted.evicted)
         return replace(inserted, evicted=self.empty_rows(0) if return_evicted else None)
-
-    @contextmanager
-    def counting_new(self) -> Iterator[None]:
-        """Around a batch on the cache whose known rows were brought up: the rows it makes are new
-        to the whole."""
-        before = self.cache.stats().inserts
-        yield
-        if self.below.only_cached is not None:
-            self.below.only_cached += self.cache.stats().inserts - before
 
     def insert(
         self,
@@ -432,20 +305,20 @@ class CachedTable(Table):
         to the store directly."""
         ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
         none = self.empty_rows(0) if return_evicted else None
-        with self.lock:
+        with self.levels.lock:
             if scores is not None:
                 if state is None:
                     state = self._known_state(ids)
                 here = self.cache.assign(ids, embeddings, state=state, scores=scores)
-                self.below.insert(select(Rows(ids, embeddings, state, scores), ~here))
+                self._below.insert(select(Rows(ids, embeddings, state, scores), ~here))
                 return Written(torch.ones_like(here), none)
             # Scores come from the table's strategy: through the cache, a part at a time.
             written = []
             step = max(1, self.cache.capacity // 8)
             for begin in range(0, len(ids), step):
                 part = slice(begin, begin + step)
-                self.bring_up(ids[part])
-                with self.counting_new():
+                self.levels.bring_up(ids[part])
+                with self.levels.counting_new():
                     done = self.cache.insert(
                         ids[part],
                         embeddings[part],
@@ -453,7 +326,7 @@ class CachedTable(Table):
                         return_evicted=True,
                     )
                 assert done.evicted is not None
-                self.write_back(done.evicted)
+                self.levels.write_back(done.evicted)
                 written.append(done.written)
             return Written(torch.cat(written) if written else ids.to(torch.bool), none)
 
@@ -472,7 +345,7 @@ class CachedTable(Table):
         scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
-        with self.lock:
+        with self.levels.lock:
             here = self.cache.assign(ids, embeddings, state=state, scores=scores)
             if bool(here.all()):
                 return here
@@ -480,7 +353,7 @@ class CachedTable(Table):
             found = self.find(ids[rest])
             there = found.found
             at = rest[there]
-            self.below.insert(
+            self._below.insert(
                 Rows(
                     ids[at],
                     embeddings[at].detach(),
@@ -493,20 +366,19 @@ class CachedTable(Table):
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
-        with self.lock:
-            below = self.below.erase(ids.cpu()).to(self.device)
+        with self.levels.lock:
+            below = self._below.erase(ids.cpu()).to(self.device)
             removed = self.cache.erase(ids) | below
             if self._changes.logs_removals:
                 self._changes.removed(ids[removed].cpu())
             return removed
 
     def clear(self) -> None:
-        with self.lock:
+        with self.levels.lock:
             if self._changes.logs_removals:
                 for rows in self.export():
                     self._changes.removed(rows.ids.cpu())
-            self.store.clear()
-            self._start_again()
+            self.levels.clear()
 
     def reserve(self, rows: int) -> None:
         """Nothing to do: the cache does not grow, and the store grows as rows come."""
@@ -515,12 +387,12 @@ class CachedTable(Table):
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """As :meth:`Table.set_optimizer`; another size of state only while the store has no
         rows."""
-        with self.lock:
+        with self.levels.lock:
             checked = self.cache._checked_optimizer(optimizer)
             if checked.kind is not self.cache.optimizer.kind:
                 if checked.state_dim(self.dim) == self.state_dim:
-                    self.below.restart_state(checked.initial_state(self.dim))
-                elif not self.below.empty:
+                    self._below.restart_state(checked.initial_state(self.dim))
+                elif not self._below.empty:
                     raise UsageError(
                         f"the store of table {self.name!r} has rows with the state of "
                         f"{self.cache.optimizer.kind.name}; another kind of optimizer "
@@ -574,10 +446,6 @@ class CachedTable(Table):
             "device": self.device,
         }
         return _restore_table, (self.options, settings, self.state_dict())
-
-    def count_cache_misses(self, missing: int) -> None:
-        """For :meth:`cache_stats`."""
-        self._cache_misses += missing
 
 
 def _restore_table(
