@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 from dynamicemb.checkpoint.ranks import Ranks
 from dynamicemb.errors import (
     DynamicEmbError,
-    InsertionError,
     UsageError,
     check_bool,
     check_choice,
@@ -27,22 +26,17 @@ from dynamicemb.nn.module import DynamicModule, Plan
 from dynamicemb.one_embedding import folders
 from dynamicemb.one_embedding.initializers import InitializerOptions
 from dynamicemb.one_embedding.keys import KEY_TYPES, Keys, check_padding_idx
+from dynamicemb.one_embedding.room import Room
 from dynamicemb.one_embedding.routed import look_up_everywhere
 from dynamicemb.one_embedding.row_size import check_row_size, first_optimizer
 from dynamicemb.one_embedding.snapshots import Snapshots
-from dynamicemb.one_embedding.store_table import (
-    LOAD_FACTOR,
-    StoreTable,
-    rank_capacity,
-)
+from dynamicemb.one_embedding.store_table import StoreTable, rank_capacity
 from dynamicemb.one_embedding.stores import StoreOptions, options_text
 from dynamicemb.one_embedding.tables import TableOptions, column_widths, new_rows
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
 from dynamicemb.routing import Routing
 from dynamicemb.table import Lookup, Pooling, Table
-
-ResultT = TypeVar("ResultT")
 
 _SNAPSHOT_KEY, _OPTIONS_KEY = "OneEmbeddingSnapshot", "OneEmbeddingKeyValueOptions"
 _named: weakref.WeakValueDictionary[str, Embedding] = weakref.WeakValueDictionary()
@@ -111,10 +105,10 @@ class Embedding(DynamicModule):
         self._new_rows = rows
         self._keys = Keys(key_type, len(rows.tables), folded=not share_ids)
         self._average = gradient_reduction == "mean"
-        self._limit = None
+        limit = None
         if store.capacity is not None and not store.grows:
-            self._limit = rank_capacity(store.capacity, ranks.size)
-        self._at_most = 0  # rows, if every id so far was a new one
+            limit = rank_capacity(store.capacity, ranks.size)
+        self._room = Room(table, limit, embedding=name, rank=ranks.rank)
         self._routing = Routing("hash_roundrobin", ranks.size, ranks.rank)
         self._ranks = ranks
         if ranks.size > 1:
@@ -141,8 +135,7 @@ class Embedding(DynamicModule):
                 "embedding_dim": self.embedding_dim,
                 "tables_in_keys": self._keys.folded and self.num_tables > 1,
             },
-            limit=self._limit,
-            insert=self._insert_whole,
+            room=self._room,
             at_a_server=store.url is not None,
         )
         try:
@@ -150,7 +143,7 @@ class Embedding(DynamicModule):
         except BaseException:
             self._snapshots.store.close()  # another try may come
             raise
-        self._count_rows()
+        self._room.count()
         _named[name] = self
 
     # ---- lookups ----
@@ -230,9 +223,9 @@ class Embedding(DynamicModule):
 
     def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
         assert isinstance(plan, KeyPlan)
-        self._check_room(plan.ids)
+        self._room.check(plan.ids)
         self._snapshots.changed = True
-        return self._with_growth(lambda: self._find_or_insert(plan, counts))
+        return self._room.grow_for(lambda: self._find_or_insert(plan, counts))
 
     def _find_or_insert(self, plan: KeyPlan, counts: torch.Tensor | None) -> Lookup:
         if self._new_rows.uniform is None:
@@ -252,56 +245,6 @@ class Embedding(DynamicModule):
         first = torch.sort(first).values
         numbers = None if plan.numbers is None else plan.numbers[first]
         table.insert(plan.ids[first], self._new_rows.draw(table, plan.ids[first], numbers))
-
-    def _check_room(self, keys: torch.Tensor) -> None:
-        """Raise if the new ones among ``keys`` would make more rows than the store may have."""
-        if self._limit is None:
-            return
-        self._at_most += len(keys)
-        if self._at_most <= self._limit:
-            return
-        self._count_rows()
-        missing = torch.unique(keys[~self.tables[0].contains(keys)])
-        rows = self._at_most + len(missing)
-        if rows > self._limit:
-            raise InsertionError(
-                f"{len(missing)} new ids would make {rows} rows of embedding "
-                f"{self.embedding_name!r} on rank {self.rank_id}; allowed: {self._limit}, this "
-                "rank's part of capacity. Raise capacity, or make the store options with "
-                "on_full='grow'"
-            )
-        self._at_most = rows
-
-    def _count_rows(self) -> None:
-        if self._limit is not None:
-            self._at_most = len(self.tables[0])
-
-    def _with_growth(self, insert: Callable[[], ResultT]) -> ResultT:
-        """Run ``insert``, again if a bucket was full before the table was."""
-        table = self.tables[0]
-        while True:
-            try:
-                return insert()
-            except InsertionError as error:
-                slots = table.capacity
-                if table.has_store:
-                    raise InsertionError(
-                        f"{error}. Or raise cache_budget_mb, or make the batches smaller"
-                    ) from None
-                table.reserve(int(LOAD_FACTOR * slots) - len(table) + 1)
-                if table.capacity == slots:
-                    raise
-
-    def _insert_whole(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        state: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        self._with_growth(
-            lambda: self.tables[0].insert(ids, embeddings, state=state, scores=scores)
-        )
 
     # ---- optimizer ----
 
@@ -360,7 +303,7 @@ class Embedding(DynamicModule):
         self._snapshots.load(snapshot_name, path=path, optimizer=kind, step=step)
         self._pending.clear()
         self._prefetched.clear()
-        self._count_rows()
+        self._room.count()
 
     def snapshots(self) -> list[str]:
         """The snapshots that this number of ranks has, oldest first; all ranks must call it."""
@@ -459,6 +402,7 @@ class Embedding(DynamicModule):
         """Another table with the rows of the one before."""
         table.restore_progress(before.progress())
         self.tables = [table]
+        self._room.use(table)
         self._snapshots.use(table)
         self._attach()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -16,8 +15,9 @@ import torch.distributed as dist
 
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.errors import InsertionError, InvalidArgumentError, StoreError, UsageError
+from dynamicemb.errors import InvalidArgumentError, StoreError, UsageError
 from dynamicemb.one_embedding import folders
+from dynamicemb.one_embedding.room import Room
 from dynamicemb.one_embedding.routed import exchange
 from dynamicemb.one_embedding.sources import Batch, Source, note_of
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
@@ -27,17 +27,14 @@ from dynamicemb.tiers import CachedTable, SsdStore, Store
 
 logger = logging.getLogger("dynamicemb.one_embedding")
 
-#: Insert whole rows into the table: ids, embeddings, state, scores.
-Insert = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
 
 class Snapshots:
     """The snapshots of a table that is spread over ``ranks``, in ``path``.
 
     ``store``: where rows of this rank are on the disk; it is the table's own, or only holds what
-    snapshots need. ``about``: what must be equal to load a snapshot, by name. ``insert`` puts rows
-    into the table. ``limit``: rows the table may have on this rank; ``None``: any number.
-    ``at_a_server``: the table's rows are where others may have put them.
+    snapshots need. ``about``: what must be equal to load a snapshot, by name. ``room``: the
+    table's, for the rows that come. ``at_a_server``: the table's rows are where others may have put
+    them.
     """
 
     def __init__(
@@ -51,8 +48,7 @@ class Snapshots:
         key_type: torch.dtype,
         physical_block_size: int,
         about: dict[str, Any],
-        limit: int | None,
-        insert: Insert,
+        room: Room,
         at_a_server: bool = False,
     ) -> None:
         self.table = table
@@ -64,9 +60,8 @@ class Snapshots:
         self._key_type = key_type
         self._physical_block_size = physical_block_size
         self._about = about
-        self._limit = limit
+        self._room = room
         self._at_a_server = at_a_server
-        self._insert = weakref.WeakMethod(insert)  # of the module that has this
         # Of the table, when the store had all its rows, with their state's optimizer.
         self._mark: tuple[int, OptimizerKind] | None = None
         self.changed = True  # since the last snapshot that was taken or loaded
@@ -201,13 +196,6 @@ class Snapshots:
                     "embedding's"
                 )
 
-    def _check_room(self, rows: int, limit: int | None) -> None:
-        if limit is not None and rows > limit:
-            raise InsertionError(
-                f"the snapshot has {rows} rows for a capacity of {limit}; raise capacity, or make "
-                "the store options with on_full='grow'"
-            )
-
     def _load_own(
         self, name: str, stamp: int, optimizer: Optimizer | None, step: int | None
     ) -> None:
@@ -225,7 +213,7 @@ class Snapshots:
         row_bytes = 4 * self.storage_dim
         with ProgressBar(f"loading {name}", row_bytes * len(self._own_store)) as bar:
             for rows in self._own_store.export():
-                self._put(rows.ids, rows.embeddings, rows.state, rows.scores)
+                self._room.insert(rows.ids, rows.embeddings, rows.state, rows.scores)
                 bar.add(row_bytes * len(rows))
         self._take_progress(note)
         self._mark = _mark(self.table)
@@ -242,7 +230,7 @@ class Snapshots:
         if self._own_store is not None:
             self._mark = None  # the store leaves the table
             self._own_store.load_snapshot(stored)
-            self._check_room(len(self._own_store), self._limit)
+            self._room.check_snapshot(len(self._own_store))
             for _ in self._own_store.export():  # all checksums, before the first row goes
                 pass
         return note
@@ -255,7 +243,7 @@ class Snapshots:
             opened = self._ranks.together(lambda: self._open(found, stack))
             counts, notes = zip(*opened, strict=True)
             note: dict[str, Any] = next((one for one in notes if one is not None), {})
-            self._check_room(sum(counts), self._limit and self._limit * self._ranks.size)
+            self._room.check_snapshot(sum(counts), self._ranks.size)
             self._mark = None
             self.table.clear()
             if found.stamp is None or note.get("optimizer") is None:
@@ -304,7 +292,7 @@ class Snapshots:
                 bar.add(4 * batch[1].numel())
             ids, values, scores = self._receive(batch)
             embeddings, state = values.split([self.table.dim, self.table.state_dim], 1)
-            self._put(ids, embeddings, state, scores)
+            self._room.insert(ids, embeddings, state, scores)
 
     def _receive(self, batch: Batch | None) -> Batch:
         """Send this rank's rows to their owners; the rows that it is given."""
@@ -330,18 +318,6 @@ class Snapshots:
         received = exchange(words[order].to(device), sent.to(device), self._ranks.group)[0].cpu()
         head = received[:, :4].contiguous().view(torch.int64)
         return head[:, 0].contiguous(), received[:, 4:].view(torch.float32), head[:, 1].contiguous()
-
-    def _put(
-        self,
-        ids: torch.Tensor,
-        embeddings: torch.Tensor,
-        state: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        device = self.table.device
-        insert = self._insert()
-        assert insert is not None
-        insert(*(part.to(device) for part in (ids, embeddings, state, scores)))
 
     # ---- what else a snapshot has ----
 
