@@ -1,19 +1,18 @@
 // The Python face of native plug-ins.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "plugin.h"
 
 namespace nb = nanobind;
 
 using namespace nb::literals;
-using namespace dynamicemb;
 
+namespace dynamicemb {
 namespace {
 
-using Address = std::uintptr_t;
 using Sizes = std::vector<uint32_t>;
 
 }  // namespace
@@ -48,9 +47,8 @@ void bind_plugin(nb::module_& m) {
              int64_t timeout_ms, Address found, Address rows) {
             const std::string name(table.c_str(), table.size());
             nb::gil_scoped_release release;
-            self.pull(name, reinterpret_cast<const int64_t*>(ids), n, sizes,
-                      std::chrono::milliseconds(timeout_ms), reinterpret_cast<bool*>(found),
-                      reinterpret_cast<uint8_t*>(rows));
+            self.pull(name, at<int64_t>(ids), n, sizes, std::chrono::milliseconds(timeout_ms),
+                      at<bool>(found), at<uint8_t>(rows));
           },
           "table"_a, "ids"_a, "n"_a, "sizes"_a, "timeout_ms"_a, "found"_a, "rows"_a)
       .def(
@@ -59,9 +57,10 @@ void bind_plugin(nb::module_& m) {
              int64_t timeout_ms, Address rows) {
             const std::string name(table.c_str(), table.size());
             nb::gil_scoped_release release;
-            self.push(name, reinterpret_cast<const int64_t*>(ids), n, sizes,
-                      std::chrono::milliseconds(timeout_ms),
-                      reinterpret_cast<const uint8_t*>(rows));
+            self.push(name, at<int64_t>(ids), n, sizes, std::chrono::milliseconds(timeout_ms),
+                      at<uint8_t>(rows));
           },
           "table"_a, "ids"_a, "n"_a, "sizes"_a, "timeout_ms"_a, "rows"_a);
 }
+
+}  // namespace dynamicemb

@@ -1,25 +1,15 @@
 // The Python face of mapped tables.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "serving.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
-using namespace dynamicemb;
 
-namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
+namespace dynamicemb {
 
 void bind_serving(nb::module_& m) {
   nb::class_<MappedShard>(m, "MappedShard")
@@ -81,3 +71,5 @@ void bind_serving(nb::module_& m) {
       "ids"_a, "n"_a, "buckets"_a, "last"_a, "counts"_a,
       "(whether ids came in the order of their buckets, the bucket of the last)");
 }
+
+}  // namespace dynamicemb

@@ -1,27 +1,17 @@
 // The Python face of slot maps.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <mutex>
 
+#include "bindings.h"
 #include "slot_map.h"
 
 namespace nb = nanobind;
 
 using namespace nb::literals;
-using namespace dynamicemb;
 
-namespace {
-
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
+namespace dynamicemb {
 
 void bind_slot_map(nb::module_& m) {
   nb::class_<IdSlots>(m, "IdSlots")
@@ -142,3 +132,5 @@ void bind_slot_map(nb::module_& m) {
           },
           "ids"_a, "slots"_a, "last"_a, "counts"_a, "n"_a, "time"_a, "draws"_a);
 }
+
+}  // namespace dynamicemb

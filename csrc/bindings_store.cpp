@@ -1,27 +1,21 @@
 // The Python face of the SSD store.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "store.h"
 
 namespace nb = nanobind;
 
 using namespace nb::literals;
-using namespace dynamicemb;
 
+namespace dynamicemb {
 namespace {
 
-using Address = std::uintptr_t;
 using Columns = std::vector<std::pair<Address, size_t>>;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 std::vector<Column> columns_of(const Columns& pairs) {
   std::vector<Column> columns;
@@ -145,3 +139,5 @@ void bind_store(nb::module_& m) {
         return nb::typed<nb::dict, std::string, nb::object>(stats);
       });
 }
+
+}  // namespace dynamicemb
