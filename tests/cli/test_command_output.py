@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -108,9 +110,31 @@ def test_interrupts_readers_that_leave_and_full_disks(
         return main(["inspect", "x"])
 
     assert ends_with(KeyboardInterrupt) == 130
+    assert capsys.readouterr().err == "dynamicemb: interrupted\n"
     assert ends_with(BrokenPipeError) == BROKEN_PIPE
     assert capsys.readouterr().err == ""
     assert ends_with(OSError(28, "No space left on device", "/a/file")) == FAILURE
     assert capsys.readouterr().err == "dynamicemb: /a/file: No space left on device\n"
     assert ends_with(OSError(28, "No space left on device")) == FAILURE
     assert "standard output, or a file: No space left" in capsys.readouterr().err
+
+
+INTERRUPTED_IMPORT = """
+import importlib.metadata, signal, sys
+
+class Interrupt:  # as if the user did it in the seconds that this import takes
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+(command,) = importlib.metadata.entry_points(group="console_scripts", name="dynamicemb")
+sys.exit(command.load()())
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "dynamicemb: interrupted\n")

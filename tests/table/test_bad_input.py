@@ -14,7 +14,7 @@ from dynamicemb.errors import (
     InvalidArgumentError,
 )
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
-from dynamicemb.table import Table, create_table
+from dynamicemb.table import Table, create_group, create_table
 from tables import contents, equal_rows, make_options, make_table, tensor
 
 NAN, INF = float("nan"), float("inf")
@@ -269,3 +269,10 @@ def test_nan_and_infinity_are_rows_like_others() -> None:
     rows = torch.tensor([[NAN, INF, -INF, 0.0]])
     table.insert(tensor([1]), rows)
     assert torch.equal(table.find(tensor([1])).embeddings.nan_to_num(7.0), rows.nan_to_num(7.0))
+
+
+def test_a_group_has_each_table_once(table: Table) -> None:
+    with pytest.raises(InvalidArgumentError, match="one table twice; allowed: each once"):
+        create_group([table, make_table(max_capacity=64), table])
+    with pytest.raises(InvalidArgumentError, match="at least one table"):
+        create_group([])

@@ -37,7 +37,8 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in it."""
+    """Run a command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in it, 130
+    after an interrupt."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DynamicEmbError, ImportError) as error:
         return _failed(str(error))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _failed("interrupted", INTERRUPTED)
     except BrokenPipeError:  # `dynamicemb ... | head`: nobody reads any more
         _end_output()
         return BROKEN_PIPE

@@ -66,9 +66,13 @@ def _new_table(device: torch.device, options: DynamicEmbTableOptions, settings: 
 
 
 def create_group(tables: Sequence[Table]) -> TableGroup:
-    """Tables of one device that are looked up together."""
+    """Tables of one device that are looked up together; each once, since a batch of a table must
+    see what another one did to it."""
     if not tables:
         raise InvalidArgumentError("tables is empty; allowed: at least one table")
+    if len({id(table) for table in tables}) < len(tables):
+        names = [table.name for table in tables]
+        raise InvalidArgumentError(f"tables {names} have one table twice; allowed: each once")
     for table in tables:
         if table.device != tables[0].device:
             raise wrong_type("tables", table, "tables of one device")
