@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import make_model
 
 from dynamicemb import BatchedDynamicEmbeddingTables
 from dynamicemb.routing import Routing
+from models import make_model
 from tables import EXTREME_IDS, tensor
 
 NUM_EMBEDDINGS = 3000

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from faults import FailingSystem
-from models import contents, make_model, train
 from torch import nn
 
 from dynamicemb import (
@@ -28,6 +27,7 @@ from dynamicemb import (
 from dynamicemb.checkpoint.files import System, replaced_system
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.serving import ServingTable
+from models import contents, make_model, train
 
 
 class Gate(System):

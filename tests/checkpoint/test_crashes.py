@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from faults import FailingSystem, KillingSystem
-from models import make_model
 from victims import KILLED, outcomes_of_ranks, running
 
 from dynamicemb import (
@@ -23,6 +22,7 @@ from dynamicemb import (
     DynamicEmbLoad,
 )
 from dynamicemb.checkpoint.files import replaced_system
+from models import make_model
 
 ROWS = 300
 KINDS = ("open", "write", "sync", "rename", "mkdir", "unlink", "rmdir", "list", "stat", "lock")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model, train
 from rank_models import make_rank_model
 
 from dynamicemb import CorruptCheckpointError, DynamicEmbDump, DynamicEmbLoad
 from dynamicemb.checkpoint import CheckpointReader
 from dynamicemb.checkpoint.manifest import BLOCK_BYTES
+from models import make_model, train
 from processes import run_ranks
 
 

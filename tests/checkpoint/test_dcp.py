@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import Content, content, contents, make_model, train
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dynamicemb import CheckpointError, CorruptCheckpointError, DynamicEmbedding, UsageError
 from dynamicemb.dcp import DynamicTables, dense_state_dict
 from dynamicemb.routing import Routing
+from models import Content, content, contents, make_model, train
 from processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")

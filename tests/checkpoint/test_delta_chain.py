@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from faults import FailingSystem
-from models import contents, make_model, train
 
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
@@ -26,6 +25,7 @@ from dynamicemb.checkpoint import DynamicEmbDump, DynamicEmbLoad
 from dynamicemb.checkpoint.files import replaced_system
 from dynamicemb.incremental_dump import apply_delta, dump_delta
 from dynamicemb.serving import ServingTable
+from models import contents, make_model, train
 from tables import STRATEGY, Clock
 from tables import contents as rows_of
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from faults import KillingSystem
-from models import make_model
 from victims import KILLED, outcomes_of_ranks
 
 from dynamicemb import BatchedDynamicEmbeddingTables
 from dynamicemb.checkpoint.files import replaced_system
 from dynamicemb.incremental_dump import apply_delta, dump_delta
 from dynamicemb.serving import ServingTable
+from models import make_model
 
 IDS = torch.arange(40)
 

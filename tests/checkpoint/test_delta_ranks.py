@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Content, content, make_model
 
 from dynamicemb.incremental_dump import apply_delta, dump_delta
 from dynamicemb.routing import Routing
 from dynamicemb.serving import ServingTable
+from models import Content, content, make_model
 from processes import run_ranks
 from tables import EXTREME_IDS, tensor
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import content, contents, make_model, train
 from torch import nn
 
 from dynamicemb import (
@@ -24,6 +23,7 @@ from dynamicemb import (
     KVCounter,
 )
 from dynamicemb.errors import ArgumentTypeError
+from models import content, contents, make_model, train
 from tables import STRATEGY, Clock
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import contents, make_model, train
 from rank_models import make_rank_model
 
 from dynamicemb import (
@@ -23,6 +22,7 @@ from dynamicemb import (
 )
 from dynamicemb.table import Table
 from dynamicemb.table.cpu import CpuTable
+from models import contents, make_model, train
 from processes import run_ranks
 from tables import STRATEGY, Clock
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import content, make_model
 
 from dynamicemb import DynamicEmbCheckMode, DynamicEmbDump, DynamicEmbLoad
 from dynamicemb.checkpoint import load
 from dynamicemb.checkpoint.fill import Filler
 from dynamicemb.table import Rows, Table
+from models import content, make_model
 from tables import EXTREME_IDS, tensor
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import contents, make_model, train
 from torch import nn
 
 from dynamicemb import (
@@ -23,6 +22,7 @@ from dynamicemb import (
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME
 from dynamicemb.checkpoint.manifest_json import checksum
 from dynamicemb.checkpoint.names import distinct_stems, escape
+from models import contents, make_model, train
 
 HOSTILE = [
     "../x",

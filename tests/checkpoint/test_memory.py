@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model
 from victims import outcomes_of_ranks
 
 from dynamicemb import DynamicEmbDump, DynamicEmbLoad
+from models import make_model
 
 DIM, ROWS = 64, 400_000
 ROW_BYTES = 8 + 8 + 4 * DIM + 8 * DIM  # Adam

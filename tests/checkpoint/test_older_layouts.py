@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import content, make_model
 from rank_models import NUM_EMBEDDINGS
 
 from dynamicemb import (
@@ -21,6 +20,7 @@ from dynamicemb import (
     KVCounter,
 )
 from dynamicemb.routing import Routing
+from models import content, make_model
 from tables import Clock
 
 ADAM = {"opt_type": "adam", "lr": 0.25, "iters": 7, "beta1": 0.5, "beta2": 0.75, "eps": 1e-6}

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model
 
 from dynamicemb import CheckpointError, DynamicEmbDump, DynamicEmbLoad
 from dynamicemb.checkpoint.files import System, replaced_system
 from dynamicemb.incremental_dump import apply_delta, dump_delta
+from models import make_model
 
 Tree = dict[str, Any]  # name -> bytes, or a folder
 IDS = torch.arange(50)

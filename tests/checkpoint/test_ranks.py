@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import FailingSystem
-from models import contents, make_model, train
 from rank_models import DIST_TYPES, all_ids, make_rank_model, row_of, score_of
 from victims import KILLED, outcomes_of_ranks
 
@@ -24,6 +23,7 @@ from dynamicemb import (
     dump_async,
 )
 from dynamicemb.checkpoint.files import replaced_system
+from models import contents, make_model, train
 from processes import run_ranks
 
 SIZES = (1, 2, 3, 4)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_model, train
 
 from dynamicemb import CheckpointError, CorruptCheckpointError, InvalidArgumentError, UsageError
 from dynamicemb.checkpoint import DynamicEmbDump, dump_async
 from dynamicemb.routing import Routing
 from dynamicemb.serving import ServingTable, build_serving_index
 from dynamicemb.table import Rows, Table
+from models import make_model, train
 from processes import run_ranks
 from tables import EXTREME_IDS, tensor
 from tables import contents as rows_of

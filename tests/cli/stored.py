@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+import models
 from dynamicemb import (
     BatchedDynamicEmbeddingTables,
     DynamicEmbDump,
-    DynamicEmbTableOptions,
     FrequencyAdmissionStrategy,
     KVCounter,
 )
 from dynamicemb.cli.app import main
 from dynamicemb.cli.contents.find import ReadOptions, open_content
-from tables import EXTREME_IDS, STRATEGY, tensor
+from models import train as train
 
 Capture = pytest.CaptureFixture[str]
 #: Embedding, state and scores of every id, bit by bit, by table.
@@ -26,32 +25,15 @@ Rows = dict[str, dict[int, tuple[Any, Any, Any]]]
 
 
 def make_model(
-    strategy: str = "STEP", *, optimizer: str = "adam", counter: bool = False, **changes: Any
+    strategy: str = "STEP", *, counter: bool = False, **changes: Any
 ) -> BatchedDynamicEmbeddingTables:
-    """Two tables of dim 4."""
+    """Two tables of dim 4; with an admission counter if `counter`."""
     if counter:
         changes |= {
             "admit_strategy": FrequencyAdmissionStrategy(threshold=2),
             "admission_counter": KVCounter(1024, 128),
         }
-    fields = {"dim": 4, "max_capacity": 4096, "init_capacity": 128} | changes
-    options = [DynamicEmbTableOptions(score_strategy=STRATEGY[strategy], **fields)] * 2
-    return BatchedDynamicEmbeddingTables(
-        options, table_names=["user", "item"], optimizer=optimizer, learning_rate=0.1, seed=1
-    )
-
-
-def train(model: BatchedDynamicEmbeddingTables, steps: int = 3, *, seed: int = 0) -> None:
-    """Steps on random ids, the extreme ones among them."""
-    draw = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        ids = torch.randint(-500, 500, (120,), generator=draw)
-        ids[: len(EXTREME_IDS)] = tensor(EXTREME_IDS)
-        for table in model.tables:
-            if table.options.score_strategy is STRATEGY["CUSTOMIZED"]:
-                table.set_score((table.custom_score or 0) + 1)
-        out = model(ids, torch.arange(0, len(ids) + 1, 6))
-        out.backward(torch.randn(out.shape, generator=draw))
+    return models.make_model(strategy, **changes)
 
 
 def checkpoint(path: Path, strategy: str = "STEP", **changes: Any) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,6 +43,15 @@ class StoredRows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def _roles(table: TableEntry, *, values: bool, state: bool, scores: bool) -> list[str]:
+    """The files that hold what is asked for, as far as it was saved."""
+    roles = ["keys"]
+    roles += ["values"] if values else []
+    roles += ["scores"] if scores and table.scores else []
+    roles += ["opt_values"] if state and table.state else []
+    return roles
 
 
 class _Buffers:
@@ -209,40 +219,36 @@ class CheckpointReader:
         ``buffers`` above 0: use so many sets of tensors in turn, so that a batch is good only until
         so many further ones were asked for; faster than new memory for each.
         """
-        roles = ["keys"]
-        roles += ["values"] if values else []
-        roles += ["scores"] if scores and table.scores else []
-        roles += ["opt_values"] if state and table.state else []
+        roles = _roles(table, values=values, state=state, scores=scores)
         step = self._batch_rows(table, roles, batch_bytes)
         sets = [_Buffers(table, roles, min(step, shard.rows)) for _ in range(buffers)]
-        readers: dict[str, BlockReader] = {}
-        try:
-            with naming("reading", self.path):
-                for role in roles:
-                    file = self.open_file(collection, table, shard, role)
-                    readers[role] = BlockReader(file, shard.files[role], self.manifest.block_bytes)
-                for number, begin in enumerate(range(0, shard.rows, step)):
-                    n = min(step, shard.rows - begin)
-                    into = sets[number % buffers] if buffers else _Buffers(table, roles, n)
-                    yield into.read(readers, n)
-        finally:
-            for reader in readers.values():
-                reader.close()
+        with self._readers(collection, table, shard, roles) as readers:
+            for number, begin in enumerate(range(0, shard.rows, step)):
+                n = min(step, shard.rows - begin)
+                into = sets[number % buffers] if buffers else _Buffers(table, roles, n)
+                yield into.read(readers, n)
 
     def row(self, collection: str, table: TableEntry, shard: Shard, number: int) -> StoredRows:
         """One row of a shard with its state and scores, as far as they were saved; only the blocks
         that it is in are read."""
-        roles = ["keys", "values"]
-        roles += ["scores"] if table.scores else []
-        roles += ["opt_values"] if table.state else []
+        roles = _roles(table, values=True, state=True, scores=True)
+        with self._readers(collection, table, shard, roles) as readers:
+            for role, reader in readers.items():
+                reader.seek(number * table.row_bytes(role))
+            return _Buffers(table, roles, 1).read(readers, 1)
+
+    @contextmanager
+    def _readers(
+        self, collection: str, table: TableEntry, shard: Shard, roles: Sequence[str]
+    ) -> Iterator[dict[str, BlockReader]]:
+        """The files of these roles, open."""
         readers: dict[str, BlockReader] = {}
         try:
             with naming("reading", self.path):
                 for role in roles:
                     file = self.open_file(collection, table, shard, role)
                     readers[role] = BlockReader(file, shard.files[role], self.manifest.block_bytes)
-                    readers[role].seek(number * table.row_bytes(role))
-                return _Buffers(table, roles, 1).read(readers, 1)
+                yield readers
         finally:
             for reader in readers.values():
                 reader.close()

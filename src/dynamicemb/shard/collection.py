@@ -83,6 +83,15 @@ class DynamicCollection(nn.Module):
     _weight_name: str
     _constructed = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._constructed = True
+
+    @classmethod
+    def create_grouped_sharding_infos(cls, *args: Any, **kwargs: Any) -> Infos:
+        torchrec: Any = super()
+        return separate(torchrec.create_grouped_sharding_infos(*args, **kwargs))
+
     def dynamic_modules(self) -> list[DynamicModule]:
         """The dynamic tables on this rank. They are no children, as TorchRec's are not."""
         found: list[DynamicModule] = []

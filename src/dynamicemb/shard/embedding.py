@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dynamicemb.shard.collection import DynamicCollection, Infos, separate, with_signed_ids
+from dynamicemb.shard.collection import DynamicCollection, with_signed_ids
 from dynamicemb.shard.dedup import dedup
 from dynamicemb.shard.sharding import RwSequenceDynamicEmbeddingSharding
 from dynamicemb.shard.tables import is_dynamic_info
@@ -57,14 +57,6 @@ class ShardedDynamicEmbeddingCollection(DynamicCollection, ShardedEmbeddingColle
     _weight_name = "embeddings.{}.weight"
     _sharding_type_to_sharding: dict[str, Any]
     _env: ShardingEnv
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._constructed = True
-
-    @classmethod
-    def create_grouped_sharding_infos(cls, *args: Any, **kwargs: Any) -> Infos:
-        return separate(super().create_grouped_sharding_infos(*args, **kwargs))
 
     @classmethod
     def create_embedding_sharding(

@@ -21,7 +21,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from dynamicemb.shard.collection import DynamicCollection, Infos, separate, with_signed_ids
+from dynamicemb.shard.collection import DynamicCollection, with_signed_ids
 from dynamicemb.shard.sharding import RwPooledDynamicEmbeddingSharding
 from dynamicemb.shard.tables import is_dynamic_info
 
@@ -36,14 +36,6 @@ class ShardedDynamicEmbeddingBagCollection(DynamicCollection, ShardedEmbeddingBa
 
     _weight_name = "embedding_bags.{}.weight"
     _embedding_bag_configs: list[Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._constructed = True
-
-    @classmethod
-    def create_grouped_sharding_infos(cls, *args: Any, **kwargs: Any) -> Infos:
-        return separate(super().create_grouped_sharding_infos(*args, **kwargs))
 
     @classmethod
     def create_embedding_bag_sharding(
