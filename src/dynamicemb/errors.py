@@ -44,7 +44,8 @@ class ArgumentTypeError(DynamicEmbError, TypeError):
 
 
 class InsertionError(DynamicEmbError, RuntimeError):
-    """Ids could not be inserted and ``safe_check_mode`` is ``ERROR``; the others were.
+    """Ids could not be inserted: in a table whose ``safe_check_mode`` is ``ERROR`` (the others
+    were), or because an embedding's capacity would be exceeded (nothing changed).
 
     ``evicted``: the rows the batch evicted, if the caller had asked for them.
     """
@@ -55,7 +56,8 @@ class InsertionError(DynamicEmbError, RuntimeError):
 
 
 class OutOfMemoryError(DynamicEmbError, MemoryError):
-    """Memory could not be allocated; the object that asked for it is unchanged."""
+    """Memory could not be allocated. What asked for it is unchanged, but for a training batch,
+    which may be there in part; sizes and counts are right (docs/design.md, "Memory")."""
 
 
 class UsageError(DynamicEmbError, RuntimeError):

@@ -333,8 +333,8 @@ class DynamicEmbTableOptions(HKVConfig):
     max_load_factor: the table grows before it is fuller than this; 0 or less: it never grows.
     bucket_capacity: slots of a bucket, a multiple of 16, or ``MAX_BUCKET_CAPACITY`` (one bucket).
     safe_check_mode: see :class:`DynamicEmbCheckMode`.
-    initializer_args: values of a new row. The planner fills the bounds that are ``None`` with
-        -/+ ``sqrt(1 / num_embeddings)``.
+    initializer_args: values of a new row. Bounds that are ``None``: the planner takes -/+
+        ``sqrt(1 / num_embeddings)``, a table without a planner 0 and 1.
     score_strategy: see :class:`DynamicEmbScoreStrategy`; or the pair (TIMESTAMP, LFU), which keeps
         both scores and evicts by the count.
     eval_initializer_args: what a missing id reads in evaluation; must be CONSTANT.

@@ -165,7 +165,9 @@ def apply_delta(
     if lost == 0:
         for one in chosen:
             one.table.log_removals()
-            _stand(one.table, base, _Position(len(links) - 1, links[-1].id, _mark(one.table)))
+            _stand(
+                one.table, base, _Position(len(links) - 1, links[-1].id, one.table.mark_changes())
+            )
     return len(loadings)
 
 
@@ -286,7 +288,7 @@ def _write(
                 removed.append(gone)
             one.table.log_removals(removal_limit)
             # Before the rows: what changes meanwhile is in the next delta too.
-            marks.append(_mark(one.table))
+            marks.append(one.table.mark_changes())
             sources.append(
                 table_source(
                     one.collection,
@@ -332,10 +334,6 @@ def _make_ready(path: str, name: str, before: ChainLink) -> None:
             raise CheckpointError(
                 f"{os.path.join(path, name)} is a file or a link; allowed: a folder, or nothing"
             )
-
-
-def _mark(table: Table) -> int:
-    return table.mark_changes()
 
 
 def _stand(table: Table, base: str, position: _Position) -> None:

@@ -20,7 +20,7 @@ from dynamicemb.nn.discovery import find_collections, resolve_collection, tables
 from dynamicemb.nn.incremental import current_scores, dump_increment
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.table import Table
-from dynamicemb.table.incremental import current_mark, hand_out
+from dynamicemb.table.incremental import hand_out
 
 #: ``{collection path: {table name: score}}``.
 Scores = dict[str, dict[str, int]]
@@ -139,7 +139,7 @@ def track_removals(model: nn.Module, *, limit: int | None = None) -> Scores | No
         for _, table in tables.values():
             table.log_removals(limit)
             if len(table) == 0:  # nothing can have left before
-                hand_out(table, 0, current_mark(table))
+                hand_out(table, 0, table.mark_changes())
     return get_score(model)
 
 

@@ -36,8 +36,7 @@ def publish(url: str, model: nn.Module, table_names: TableNames = None) -> Publi
 
     Rows are under ``PATH.TABLE`` (``model.words.rows``), without optimizer state and scores; ranks
     that share a table write their own rows under the same name. table_names: as for
-    ``DynamicEmbDump``. Tables that know no changes (on a GPU) are written as a whole, and ids that
-    left them stay.
+    ``DynamicEmbDump``.
 
     Readers see rows change one by one, while this runs. If the server fails, a StoreError is raised
     and the next call writes the same rows again.
@@ -56,23 +55,15 @@ def publish(url: str, model: nn.Module, table_names: TableNames = None) -> Publi
         server = open_rows(url, name, _format(table.dtype, table.dim))
         since = _published.get(table, {}).get(url)
         gone = None if since is None else table.removed_since(since)
-        mark = _next_mark(table)  # before the rows: what changes meanwhile is in the next call too
+        table.log_removals()
+        mark = table.mark_changes()  # before the rows: what changes meanwhile is in the next call
         for rows in table.export(batch_size=BATCH_SIZE_PER_DUMP, changed_since=since):
             server.push(rows.ids.cpu(), server.format.pack([rows.embeddings]))
             total += len(rows)
         if gone is not None and len(gone):
             removed += int(server.erase(gone.cpu()).sum())
-        if mark is not None:
-            _published.setdefault(table, {})[url] = mark
+        _published.setdefault(table, {})[url] = mark
     return Published(total, removed)
-
-
-def _next_mark(table: Table) -> int | None:
-    try:
-        table.log_removals()
-        return table.mark_changes()
-    except UsageError:
-        return None
 
 
 def _format(dtype: torch.dtype, dim: int) -> RowFormat:

@@ -55,6 +55,8 @@ class DynamicInPlaceOfManagedCollision(nn.Module):
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[Any, KeyedJaggedTensor | None]:
+        """The embeddings, and the features or ``None``. ``mutate_miss_lengths`` means nothing: no
+        id is missing."""
         if self._hashes:
             features = self._hashed(features)
         return self.collection(features), features if self._returns_features else None

@@ -168,7 +168,8 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         Returns [len(indices), dim] for NONE, else [B, sum of the features' dims].
         ``per_sample_weights`` (one float per id) scale rows when pooling and take a gradient. After
         :meth:`prefetch`, the oldest prefetched batch is used, which must be this one.
-        ``feature_requires_grad`` and ``total_unique_indices`` are accepted without effect.
+        ``feature_requires_grad`` and ``total_unique_indices`` are accepted without effect;
+        ``batch_size_per_feature_per_rank`` must be ``None``: all features have one batch size.
         """
         _refuse_variable_batches(batch_size_per_feature_per_rank)
         return self.lookup(indices, offsets, per_sample_weights)

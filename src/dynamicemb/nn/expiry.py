@@ -20,9 +20,9 @@ def expire_rows(
     loading. With neither ``age`` nor ``steps``, nothing expires any longer.
 
     Raises:
-        UsageError: the model has no dynamic table, or one (on a GPU, with a store below) that
-            cannot expire rows. InvalidArgumentError: scores of a table are no such time. Nothing
-            is changed then.
+        UsageError: the model has no dynamic table, or one with a store below, whose rows do not
+            expire. InvalidArgumentError: scores of a table are no such time. Nothing is changed
+            then.
     """
     collections = find_collections(model)
     if not collections:

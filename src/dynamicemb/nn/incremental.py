@@ -13,7 +13,6 @@ from dynamicemb.options import BATCH_SIZE_PER_DUMP
 from dynamicemb.table import Table
 from dynamicemb.table.incremental import (
     check_threshold,
-    current_mark,
     hand_out,
     removed_since,
     rows_since,
@@ -32,15 +31,12 @@ class Increment:
 
 def current_scores(tables: Mapping[str, Table], group: Any = None) -> dict[str, int]:
     """The scores of the next training batches, remembered as thresholds."""
-    local = {name: (table.get_score(), current_mark(table)) for name, table in tables.items()}
+    local = {name: (table.get_score(), table.mark_changes()) for name, table in tables.items()}
     everyone = _gather(local, group)
     scores = {}
     for name, table in tables.items():
-        # Clocks of ranks differ: the largest, since each rank's mark knows what came after. Without
-        # marks the smallest, so that rows come twice rather than never.
-        marked = all(rank[name][1] is not None for rank in everyone)
-        pick = max if marked else min
-        scores[name] = pick(rank[name][0] for rank in everyone)
+        # Clocks of ranks differ: the largest, since each rank's mark knows what came after.
+        scores[name] = max(rank[name][0] for rank in everyone)
         hand_out(table, scores[name], local[name][1])
     return scores
 

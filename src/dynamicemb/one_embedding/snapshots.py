@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.errors import InvalidArgumentError, StoreError, UsageError
+from dynamicemb.errors import InvalidArgumentError, StoreError
 from dynamicemb.one_embedding import folders
 from dynamicemb.one_embedding.room import Room
 from dynamicemb.one_embedding.routed import exchange
@@ -118,9 +118,9 @@ class Snapshots:
 
     def _write_rows(self, store: SsdStore) -> None:
         """Bring the store up to the table."""
-        before, mark = self._mark, _mark(self.table)
+        before, mark = self._mark, self._mark_of_now()
         self._mark = None  # until the store has all
-        if before is None or mark is None or before[1] is not mark[1]:
+        if before is None or before[1] is not mark[1]:
             store.clear()
             batches = self.table.export()
         else:
@@ -128,6 +128,9 @@ class Snapshots:
         for rows in batches:
             store.insert(type(rows)(*(part.cpu() for part in vars(rows).values())))
         self._mark = mark
+
+    def _mark_of_now(self) -> tuple[int, OptimizerKind]:
+        return self.table.mark_changes(), self.table.optimizer.kind
 
     def drop(self, name: str) -> None:
         """Forget a snapshot."""
@@ -216,7 +219,7 @@ class Snapshots:
                 self._room.insert(rows.ids, rows.embeddings, rows.state, rows.scores)
                 bar.add(row_bytes * len(rows))
         self._take_progress(note)
-        self._mark = _mark(self.table)
+        self._mark = self._mark_of_now()
 
     def _checked_own(self, stored: str) -> dict[str, Any]:
         note = note_of(self.folder, stored)
@@ -348,14 +351,6 @@ class Snapshots:
         """Before and after the rows: inserting counts on."""
         seed = self.table.seed  # rows that come later are this embedding's
         self.table.restore_progress(Progress(**{**note["progress"], "seed": seed}))
-
-
-def _mark(table: Table) -> tuple[int, OptimizerKind] | None:
-    """A mark of now, if the table knows what changes after it."""
-    try:
-        return table.mark_changes(), table.optimizer.kind
-    except UsageError:
-        return None
 
 
 def _device_of(group: Any) -> torch.device:

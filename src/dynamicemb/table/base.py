@@ -183,6 +183,7 @@ class Table(ScoredTable, CheckedArguments):
 
     # ---- changes ----
 
+    @abstractmethod
     def mark_changes(self) -> int:
         """A mark: a positive number for this moment, for ``export(changed_since=)`` and
         :meth:`removed_since`.
@@ -192,8 +193,8 @@ class Table(ScoredTable, CheckedArguments):
         that wait for their forward after a ``prefetch`` may count as changed with every batch.
         Marks grow with time and mean nothing to another table, or after a restart.
         """
-        raise self._no_changes()
 
+    @abstractmethod
     def log_removals(self, limit: int | None = None) -> None:
         """From now on remember which ids leave the table: evicted, erased, cleared.
 
@@ -202,20 +203,16 @@ class Table(ScoredTable, CheckedArguments):
         :meth:`removed_since` then says. Off until the first call, and in copies; a later call sets
         another limit.
         """
-        raise self._no_changes()
 
     @property
+    @abstractmethod
     def logs_removals(self) -> bool:
         """Whether :meth:`log_removals` was called."""
-        return False
 
+    @abstractmethod
     def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
         """The oldest mark that the log can answer, and the ids that left after ``mark`` (int64, in
         any order, also more than once, also those that came back)."""
-        raise self._no_changes()
-
-    def _no_changes(self) -> UsageError:
-        return UsageError(f"a {type(self).__name__} does not know what changed in it")
 
     def removed_since(self, mark: int) -> torch.Tensor:
         """int64 [n]: the ids that left the table after ``mark`` and are not stored now, each once,

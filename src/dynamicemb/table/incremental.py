@@ -35,18 +35,8 @@ def scores_are_time(table: Table) -> bool:
     )
 
 
-def current_mark(table: Table) -> int | None:
-    """A mark for now; ``None`` if this kind of table has none."""
-    try:
-        return table.mark_changes()
-    except UsageError:
-        return None
-
-
-def hand_out(table: Table, score: int, mark: int | None) -> None:
+def hand_out(table: Table, score: int, mark: int) -> None:
     """Remember that ``score`` stands for the moment ``mark``."""
-    if mark is None:
-        return
     known = _handed_out.setdefault(table, [])
     at = bisect_left(known, (score, 0))
     if at < len(known) and known[at][0] == score:

@@ -12,7 +12,6 @@ import torch
 from dynamicemb.errors import UsageError
 from dynamicemb.table.base import Table
 from dynamicemb.table.group import TableGroup
-from dynamicemb.table.incremental import current_mark
 from dynamicemb.table.rows import Lookup, Rows
 from dynamicemb.tiers.base import Store
 from dynamicemb.tiers.below import Below
@@ -150,7 +149,7 @@ class Levels:
         with self.lock:
             self.below.drain()
             self.below.only_cached = None
-            mark = current_mark(self.cache)
+            mark = self.cache.mark_changes()
             for rows in self.cache.export(changed_since=self._flushed_at):
                 self.below.copy(rows)
             self._flushed_at = mark
