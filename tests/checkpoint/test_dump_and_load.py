@@ -76,9 +76,9 @@ def test_files_are_as_existing_tools_read_them(tmp_path: Path) -> None:
         return np.fromfile(tmp_path / "model" / f"t_emb_{item}.rank_0.world_size_1", dtype=dtype)
 
     rows = next(model.tables[0].export())
-    assert np.array_equal(read("keys", "<i8"), rows.ids.numpy())
-    assert np.array_equal(read("values", "<f4").reshape(-1, 4), rows.embeddings.numpy())
-    assert np.array_equal(read("opt_values", "<f4").reshape(-1, 8), rows.state.numpy())
+    assert np.array_equal(read("keys", "<i8"), rows.ids.cpu().numpy())
+    assert np.array_equal(read("values", "<f4").reshape(-1, 4), rows.embeddings.cpu().numpy())
+    assert np.array_equal(read("opt_values", "<f4").reshape(-1, 8), rows.state.cpu().numpy())
     assert set(read("scores", "<i8").tolist()) == {1000}  # ages
     args = json.loads((tmp_path / "model" / "t_opt_args.json").read_text())
     assert args == {
