@@ -38,30 +38,85 @@ Kernels table();
 using Vector = float __attribute__((vector_size(64), aligned(4)));
 constexpr uint32_t kLanes = 16;
 
-// Sum over columns of a * b: column c goes to lane c % 16, and lanes are then folded in halves.
-// The GPU kernels do the same.
+// The first `count` of 16 columns, fewer than 16; the others are 0.
+static inline Vector load_some(const float* from, uint32_t count) {
+#if defined(__AVX512F__)
+  const __m512 wide = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+  return reinterpret_cast<const Vector&>(wide);
+#else
+  float some[kLanes] = {};
+  float* to = some;
+  for (uint32_t size = kLanes / 2; size > 0; size /= 2) {
+    if ((count & size) == 0) continue;
+    std::memcpy(to, from, size * sizeof(float));
+    from += size;
+    to += size;
+  }
+  Vector columns;
+  std::memcpy(&columns, some, sizeof columns);
+  return columns;
+#endif
+}
+
+// a * b of 16 columns from `column` on, 0 beyond `dim`.
+static inline Vector products(const float* a, const float* b, uint32_t column, uint32_t dim) {
+  if (column >= dim) return Vector{};
+  if (dim - column < kLanes) {
+    return load_some(a + column, dim - column) * load_some(b + column, dim - column);
+  }
+  Vector x, y;
+  std::memcpy(&x, a + column, sizeof x);
+  std::memcpy(&y, b + column, sizeof y);
+  return x * y;
+}
+
+// Sums of two neighbours each, of `a` and of `b`, within every four.
+static inline Vector add_neighbours(const Vector& a, const Vector& b) {
+  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+}
+
+// The sums of four products each of 64 columns: number 4 k + j is in lane 4 j + k.
+constexpr uint32_t kSummed = 64;
+
+static inline Vector sum_fours(const float* a, const float* b, uint32_t column, uint32_t dim) {
+  const Vector low = add_neighbours(products(a, b, column, dim), products(a, b, column + 16, dim));
+  const Vector high =
+      add_neighbours(products(a, b, column + 32, dim), products(a, b, column + 48, dim));
+  return add_neighbours(low, high);
+}
+
+// Those of block `block` and of the blocks `stride`, 2 * stride, .. behind it, folded in halves.
+// `blocks` is a power of two.
+__attribute__((noinline)) static Vector sum_blocks(const float* a, const float* b, uint32_t dim,
+                                                   uint32_t block, uint32_t stride,
+                                                   uint32_t blocks) {
+  if (stride >= blocks) return sum_fours(a, b, block * kSummed, dim);
+  return sum_blocks(a, b, dim, block, 2 * stride, blocks) +
+         sum_blocks(a, b, dim, block + stride, 2 * stride, blocks);
+}
+
+// Sum over columns of a * b: products of four columns, two and two, and these sums folded in
+// halves, with zeros up to a power of two. The GPU kernels do the same.
 static inline float dot_columns(const float* a, const float* b, uint32_t dim) {
-  Vector sum = {};
-  uint32_t column = 0;
-  for (; column + kLanes <= dim; column += kLanes) {
-    Vector x, y;
-    std::memcpy(&x, a + column, sizeof x);
-    std::memcpy(&y, b + column, sizeof y);
-    sum += x * y;
+  Vector sums;
+  if (dim == kSummed) {
+    sums = sum_fours(a, b, 0, kSummed);
+  } else if (dim < kSummed) {
+    sums = sum_fours(a, b, 0, dim);
+  } else if (dim <= 2 * kSummed) {
+    sums = sum_fours(a, b, 0, dim) + sum_fours(a, b, kSummed, dim);
+  } else {
+    uint32_t blocks = 4;
+    while (blocks * kSummed < dim) blocks *= 2;
+    sums = sum_blocks(a, b, dim, 0, 1, blocks);
   }
-  if (column < dim) {
-    float rest[kLanes];  // not sum[lane]: that would keep the sum in memory
-    std::memcpy(rest, &sum, sizeof rest);
-    for (uint32_t lane = 0; column < dim; ++column, ++lane) rest[lane] += a[column] * b[column];
-    std::memcpy(&sum, rest, sizeof rest);
-  }
-  const auto eight = __builtin_shufflevector(sum, sum, 0, 1, 2, 3, 4, 5, 6, 7) +
-                     __builtin_shufflevector(sum, sum, 8, 9, 10, 11, 12, 13, 14, 15);
-  const auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
-                    __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-  const auto two =
-      __builtin_shufflevector(four, four, 0, 1) + __builtin_shufflevector(four, four, 2, 3);
-  return two[0] + two[1];
+  const auto two = __builtin_shufflevector(sums, sums, 0, 1, 4, 5, 8, 9, 12, 13) +
+                   __builtin_shufflevector(sums, sums, 2, 3, 6, 7, 10, 11, 14, 15);
+  const auto one =
+      __builtin_shufflevector(two, two, 0, 4, 2, 6) + __builtin_shufflevector(two, two, 1, 5, 3, 7);
+  // Not -0: zeros beyond the row may be added or not.
+  return (one[0] + one[1]) + (one[2] + one[3]) + 0.0f;
 }
 
 // Eight 32-bit words; high and low halves of their products with a constant.

@@ -219,3 +219,15 @@ def test_unaligned_strided_and_empty_ids() -> None:
     assert torch.equal(embedding(ids[1:]), whole[1:])
     assert torch.equal(embedding(ids[::3]), whole[::3])
     assert embedding(ids[:0]).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dim", [6, 8])
+def test_gradients_that_start_anywhere(dim: int) -> None:
+    given = torch.randn(100, 12, device="cuda")
+    rows = []
+    for gradient in (given[:, 1 : 1 + dim], given[:, 1 : 1 + dim].contiguous()):
+        embedding = DynamicEmbedding(dim, device="cuda", seed=1)
+        ids = torch.arange(100, device="cuda") % 7
+        embedding(ids).backward(gradient)
+        rows.append(embedding(ids[:7]).detach())
+    assert torch.equal(rows[0], rows[1])

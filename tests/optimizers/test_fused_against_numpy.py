@@ -184,3 +184,23 @@ def test_clipping_comes_before_the_mean_and_the_weights() -> None:
     module(ids, torch.tensor([0, 2])).backward(torch.tensor([[10.0, -0.25]]))
     moved = before - module.tables[0].find(ids).embeddings
     torch.testing.assert_close(moved, torch.tensor([[0.25, -0.125]] * 2))
+
+
+def sum_in_order(products: np.ndarray) -> np.float32:
+    """Four neighbours, two and two; these sums folded in halves, with zeros up to a power of 2."""
+    columns = max(4, 1 << (len(products) - 1).bit_length())
+    four = np.pad(products, (0, columns - len(products))).reshape(-1, 4)
+    sums = (four[:, 0] + four[:, 1]) + (four[:, 2] + four[:, 3])
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    return np.float32(sums[0])
+
+
+@pytest.mark.parametrize("dim", [1, 3, 4, 8, 15, 16, 33, 48, 64, 65, 100, 128, 200, 256, 700])
+def test_columns_are_added_in_the_order_that_is_promised(dim: int) -> None:
+    module = DynamicEmbedding(dim, optimizer="exact_row_wise_adagrad", seed=1)
+    gradient = torch.randn(3, dim, generator=torch.Generator().manual_seed(dim))
+    ids = torch.arange(3)
+    module(ids).backward(gradient)
+    wanted = [sum_in_order(row * row) / np.float32(dim) for row in gradient.numpy()]
+    assert module.table.find(ids).state[:, 0].tolist() == wanted

@@ -99,8 +99,10 @@ def find_rows_kernel(
     out_ptr, out_stride, WIDTH: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr, OUT: tl.constexpr,
     BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, SLOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = the row of ids[i], or the missing value; with SLOTS, slots[i] as ``lookup``."""
+    """out[i] = the row of ids[i], or the missing value; with SLOTS, slots[i] as ``lookup``.
+    ALIGNED: as of ``gather_kernel``."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
@@ -118,7 +120,7 @@ def find_rows_kernel(
         slot, table, mask, meta_ptr, floats_ptr, out_ptr, tables, DIM, COLUMNS, STRIDE, TYPE, True,
         False,
     )  # fmt: skip
-    store_rows(values, i, mask, out_ptr, out_stride, DIM, COLUMNS, TYPE, OUT)
+    store_rows(values, i, mask, out_ptr, out_stride, DIM, COLUMNS, TYPE, OUT, ALIGNED)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from dynamicemb.kernels.numbers import (
     narrow_stochastic,
     ordered_dot,
     philox,
+    row_starts,
     typed,
     widen,
 )
@@ -54,16 +55,19 @@ LONG = 64
 
 @triton.jit
 def gradient_places(
-    occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, POOLED: tl.constexpr
-):
-    """Where the gradient row of an occurrence starts, in elements."""
+    occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, OUT: tl.constexpr,
+    ALIGNED: tl.constexpr, POOLED: tl.constexpr,
+):  # fmt: skip
+    """Where the gradient row of an occurrence starts, in elements. ALIGNED: at multiples of 16
+    bytes."""
     if POOLED:
         bag = tl.load(bag_of_ptr + occurrence, mask=mask, other=0)
         feature = bag // batch_size
         column = tl.load(feature_column_ptr + feature, mask=mask, other=0)
-        return (bag % batch_size).to(tl.int64) * stride + column
+        at = (bag % batch_size).to(tl.int64) * stride + column
     else:
-        return occurrence.to(tl.int64) * stride
+        at = occurrence.to(tl.int64) * stride
+    return row_starts(at, OUT, ALIGNED)
 
 
 @triton.jit
@@ -87,13 +91,13 @@ def gradient_scales(
 def gradient_rows(
     occurrence, column, clamp, mask, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
     batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-    CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the gradients of occurrences, float32 [BLOCK, COLUMNS]; -0.0, which adds
     nothing, where ``mask`` is not set."""
     at = gradient_places(
-        occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, POOLED
+        occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, OUT, ALIGNED, POOLED
     )
     inside = mask[:, None]
     if DIM % COLUMNS != 0:
@@ -115,8 +119,9 @@ def gradient_rows(
 def gradient_sum(
     total, begin, end, column, clamp, mask, order_ptr, gradient_ptr, stride, bag_of_ptr,
     feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    COLUMNS: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """``total`` plus the gradients of the occurrences order[begin..end), one after the other."""
     place = begin
@@ -126,8 +131,8 @@ def gradient_sum(
             occurrence = tl.load(order_ptr + place + step, mask=more, other=0).to(tl.int32)
             total = total + gradient_rows(
                 occurrence, column, clamp, more, gradient_ptr, stride, bag_of_ptr,
-                feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED,
-                MEAN, WEIGHTED, CLAMP, BLOCK,
+                feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT,
+                ALIGNED, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK,
             )  # fmt: skip
         place += UNROLL
     return total
@@ -138,9 +143,9 @@ def hot_sums_kernel(
     starts_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, hint_ptr, entry_tables_ptr, meta_ptr,
     tables, number, steps_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
     batch_size, offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, ROW: tl.constexpr,
-    COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, LIMIT: tl.constexpr,
+    COLUMNS: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """sums[b] = the gradient sum of hot block b, rows of ROW. A program sums COLUMNS columns of
     BLOCK blocks at a time. The host may read the number of blocks from hint[2], at any time."""
@@ -165,7 +170,7 @@ def hot_sums_kernel(
         total = gradient_sum(
             tl.zeros([BLOCK, COLUMNS], tl.float32), begin, end, column, clamp, mask, order_ptr,
             gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
-            weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL,
+            weights_ptr, DIM, COLUMNS, OUT, ALIGNED, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL,
         )  # fmt: skip
         places = sums_ptr + part.to(tl.int64)[:, None] * ROW + column[None, :]
         tl.store(places, total, mask=mask[:, None])
@@ -173,19 +178,24 @@ def hot_sums_kernel(
 
 
 @triton.jit
+def entry_occurrences(e, mask, starts_ptr, first_ptr):
+    """(begin, end, first): where the occurrences of entries are in their order, and the first."""
+    begin = tl.load(starts_ptr + e, mask=mask, other=0)
+    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+    return begin, end, tl.load(first_ptr + e, mask=mask, other=0)
+
+
+@triton.jit
 def entry_gradient(
-    e, clamp, mask, starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr,
-    stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    HOT: tl.constexpr, LIMIT: tl.constexpr,
+    e, begin, end, first, clamp, mask, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride,
+    bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, HOT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The summed gradient of entries, float32 [BLOCK, COLUMNS]; 0 beyond the row."""
     column = tl.arange(0, COLUMNS)
-    begin = tl.load(starts_ptr + e, mask=mask, other=0)
-    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
     # Most ids occur once: their gradient is asked for without the order being known.
-    first = tl.load(first_ptr + e, mask=mask, other=0)
     hot = mask & (end - begin > HOT)
     cold = mask & (hot == 0)
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
@@ -194,13 +204,13 @@ def entry_gradient(
         total = tl.where((end - begin == 1)[:, None], -0.0, total)
     total = total + gradient_rows(
         first, column, clamp, cold, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
-        batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP,
-        BLOCK,
+        batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, ALIGNED, POOLED, MEAN, WEIGHTED,
+        CLAMP, BLOCK,
     )  # fmt: skip
     total = gradient_sum(
         total, begin + 1, end, column, clamp, cold, order_ptr, gradient_ptr, stride, bag_of_ptr,
-        feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN,
-        WEIGHTED, CLAMP, BLOCK, UNROLL,
+        feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, ALIGNED,
+        POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL,
     )  # fmt: skip
     if tl.max(hot.to(tl.int32), axis=0) > 0:
         part = tl.load(hot_base_ptr + e, mask=hot, other=0)
@@ -221,10 +231,11 @@ def update_kernel(
     starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr,
     feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr, STATE_STRIDE: tl.constexpr,
-    OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-    KIND: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr, NESTEROV: tl.constexpr,
-    STOCHASTIC: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, HOT: tl.constexpr, LIMIT: tl.constexpr,
+    OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr, KIND: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
+    NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, HOT: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One optimizer update of every entry's row with the sum of its gradients. Entries whose row
     is gone are counted."""
@@ -233,8 +244,12 @@ def update_kernel(
     while start < count:  # mostly once: the host guesses how many entries there are
         e = start + tl.arange(0, BLOCK)
         mask = e < count
+        # All that does not wait for the slot is asked for together with it.
         slot = tl.load(slots_ptr + e, mask=mask, other=-1)
         table = entry_table(entry_tables_ptr, e, mask, ONE)
+        begin, end, first_place = entry_occurrences(e, mask, starts_ptr, first_ptr)
+        rows_at = field(meta_ptr, tables, ROWS, table, mask)
+        state_at = field(meta_ptr, tables, STATE, table, mask)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         gone = mask & (slot == GONE)
         counters = field(meta_ptr, tables, COUNTERS, table, gone).to(tl.pointer_type(tl.int64))
@@ -245,10 +260,10 @@ def update_kernel(
         inside = mask[:, None]
         if COLUMNS != DIM:
             inside = inside & (column < DIM)[None, :]
-        at = field(meta_ptr, tables, ROWS, table, mask) + slot * (STRIDE * bytes_of(TYPE))
+        at = rows_at + slot * (STRIDE * bytes_of(TYPE))
         row = typed(at, TYPE)[:, None] + column[None, :]
         weights = widen(tl.load(row, mask=inside, other=0), TYPE)
-        at = field(meta_ptr, tables, STATE, table, mask) + slot * (STATE_STRIDE * 4)
+        at = state_at + slot * (STATE_STRIDE * 4)
         if KIND == ROWWISE_ADAGRAD:
             states = at.to(tl.pointer_type(tl.float32))
         else:
@@ -267,10 +282,10 @@ def update_kernel(
         # Rows are on their way while gradients are looked up.
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
         gradient = entry_gradient(
-            e, clamp, mask, starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr,
+            e, begin, end, first_place, clamp, mask, hot_base_ptr, hot_sums_ptr, order_ptr,
             gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
-            weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT,
-            LIMIT,
+            weights_ptr, DIM, COLUMNS, OUT, ALIGNED, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL,
+            HOT, LIMIT,
         )  # fmt: skip
         weights, first, second, scalar = optimize(
             weights, first, second, scalar, gradient, steps_ptr, tables, table, mask, KIND,
@@ -301,10 +316,9 @@ def reduce_kernel(
     entry_tables_ptr, count_ptr, meta_ptr, tables, number, steps_ptr, starts_ptr, first_ptr,
     hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
     batch_size, offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    OUT: tl.constexpr,
-    POOLED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CLAMP: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr,
-    HOT: tl.constexpr, LIMIT: tl.constexpr,
+    OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, HOT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """sums[e] = the summed gradient of entry e, float32 rows of DIM."""
     count = tl.load(count_ptr)
@@ -314,11 +328,11 @@ def reduce_kernel(
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
+        begin, end, first = entry_occurrences(e, mask, starts_ptr, first_ptr)
         total = entry_gradient(
-            e, clamp, mask, starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr,
-            gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
-            weights_ptr, DIM, COLUMNS, OUT, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT,
-            LIMIT,
+            e, begin, end, first, clamp, mask, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr,
+            stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM,
+            COLUMNS, OUT, ALIGNED, POOLED, MEAN, WEIGHTED, CLAMP, BLOCK, UNROLL, HOT, LIMIT,
         )  # fmt: skip
         column = tl.arange(0, COLUMNS)
         inside = mask[:, None] & (column < DIM)[None, :]
@@ -331,8 +345,8 @@ def weight_gradient_kernel(
     slots_ptr, entry_of_ptr, bounds_ptr, bounds_step, count, meta_ptr, floats_ptr, tables, number,
     side_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr,
     out_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
-    OUT: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
-    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, SIDE: tl.constexpr,
+    OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """out[i] = the product of row and gradient of occurrence i, over the length of a mean."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -345,7 +359,9 @@ def weight_gradient_kernel(
         slots, table, mask, meta_ptr, floats_ptr, side_ptr, tables, DIM, COLUMNS, STRIDE, TYPE,
         False, SIDE,
     )  # fmt: skip
-    at = gradient_places(i, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, POOLED)
+    at = gradient_places(
+        i, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, OUT, ALIGNED, POOLED
+    )
     column = tl.arange(0, COLUMNS)
     inside = mask[:, None] & (column < DIM)[None, :]
     gradient = tl.load(gradient_ptr + at[:, None] + column[None, :], mask=inside, other=0)

@@ -58,17 +58,17 @@ PARTLY = tl.constexpr(1 << 16)
 
 @kernel
 def place_kernel(
-    ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, found_ptr, next_ptr, choice_ptr,
-    free_ptr, work_ptr, leaders_ptr, capacity, WIDTH: tl.constexpr, LINE: tl.constexpr,
-    BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
-    FREE: tl.constexpr,
+    ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, found_ptr, next_ptr,
+    choice_ptr, free_ptr, work_ptr, victims_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, SCANNED: tl.constexpr, ONE: tl.constexpr,
+    ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """choice[e] of a missing entry: its slot, FAILED, or -2 - q: the q-th slot its bucket evicts.
 
-    Buckets that evict are listed by their first evicting entry: leaders[0] the entry, [1] where
-    its victims go, [2] how many, and PARTLY if the bucket has free slots, [3] the bucket; ``work``
-    counts leaders and victims. ``capacity`` is the length of a row of ``leaders``. FREE: the free
-    slots are known; see ``find_kernel``.
+    The first evicting entry of a bucket, its leader, finds the slots that the bucket evicts, see
+    ``victims_of``; where they are in ``victims`` is written behind the heads of the lists. ``work``
+    counts victims. SCANNED: buckets that a program scans at a time. FREE: the free slots are known;
+    see ``find_kernel``.
     """
     count = tl.load(count_ptr)
     start = tl.program_id(0) * BLOCK
@@ -123,83 +123,78 @@ def place_kernel(
                 choice = tl.where(order < 0, choice, FAILED)
             tl.store(choice_ptr + e, choice, mask=missing)
             if STRATEGY != NO_EVICTION:
-                leads = (missing & (order == 0)).to(tl.int32)
-                leading = tl.sum(leads, axis=0)
+                leads = missing & (order == 0)
+                leading = tl.sum(leads.to(tl.int32), axis=0)
                 if leading > 0:
-                    wanted = tl.where(leads > 0, tl.minimum(length - free, WIDTH), 0)
-                    at = tl.atomic_add(work_ptr, leading, sem="relaxed")
-                    victims = tl.atomic_add(work_ptr + 1, tl.sum(wanted, axis=0), sem="relaxed")
-                    at = at + tl.cumsum(leads, axis=0) - 1
-                    victims = victims + tl.cumsum(wanted, axis=0) - wanted
-                    tl.store(leaders_ptr + at, e, mask=leads > 0)
-                    tl.store(leaders_ptr + capacity + at, victims, mask=leads > 0)
-                    partly = tl.where(free > 0, PARTLY, 0)
-                    tl.store(leaders_ptr + 2 * capacity + at, wanted + partly, mask=leads > 0)
-                    tl.store(leaders_ptr + 3 * capacity + at, buckets.to(tl.int32), mask=leads > 0)
-                    bases = heads_at + (count_of_buckets + buckets) * 4
-                    tl.store(bases.to(tl.pointer_type(tl.int32)), victims, mask=leads > 0)
+                    wanted = tl.where(leads, tl.minimum(length - free, WIDTH), 0)
+                    bases = tl.atomic_add(work_ptr, tl.sum(wanted, axis=0), sem="relaxed")
+                    bases = bases + tl.cumsum(wanted, axis=0) - wanted
+                    bases_at = heads_at + (count_of_buckets + buckets) * 4
+                    tl.store(bases_at.to(tl.pointer_type(tl.int32)), bases, mask=leads)
+                    # Leaders side by side: the k-th is picked out by its number.
+                    numbers = tl.where(leads, tl.cumsum(leads.to(tl.int32), axis=0) - 1, -1)
+                    wanted = tl.where(free > 0, wanted + PARTLY, wanted)
+                    k = 0
+                    while k < leading:
+                        picked = k + tl.arange(0, SCANNED)
+                        chosen = numbers[None, :] == picked[:, None]
+                        scanned = tl.sum(tl.where(chosen, buckets.to(tl.int32)[None, :], 0), axis=1)
+                        base = tl.sum(tl.where(chosen, bases[None, :], 0), axis=1)
+                        most = tl.sum(tl.where(chosen, wanted[None, :], 0), axis=1)
+                        owner = scanned * 0
+                        if not ONE:
+                            owner = tl.sum(tl.where(chosen, table[None, :], 0), axis=1)
+                        victims_of(
+                            scanned.to(tl.int64), owner, picked < leading, most, base, meta_ptr,
+                            batch_ptr, tables, victims_ptr, WIDTH, PADDED, MARKED,
+                        )  # fmt: skip
+                        k += SCANNED
         start += tl.num_programs(0) * BLOCK
 
 
-@kernel
-def victims_kernel(
-    tables_ptr, meta_ptr, batch_ptr, tables, number, work_ptr, leaders_ptr, capacity, victims_ptr,
-    hint_ptr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, MARKED: tl.constexpr,
+@triton.jit
+def victims_of(
+    buckets, table, mask, wanted, base, meta_ptr, batch_ptr, tables, victims_ptr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
-    """victims[base + q] = the position with the q-th smallest (score, slot) of a leader's bucket
-    among those that the batch did not touch, or -1. Touched are those with the batch's mark; if not
-    MARKED, those with its score, which no other slot has. The host may read the number of leaders
-    from hint[3], at any time."""
-    leaders = tl.load(work_ptr)
-    if tl.program_id(0) == 0:
-        tl.store(hint_ptr + 3, leaders)
+    """victims[base + q] = the position with the q-th smallest (score, slot) of a bucket among those
+    that the batch did not touch, or -1, for q below ``wanted``, which is PARTLY more if the bucket
+    has free slots. Touched are those with the batch's mark; if not MARKED, those with its score,
+    which no other slot has."""
     lane = tl.arange(0, PADDED)
-    first = tl.program_id(0) * BLOCK
-    while first < leaders:
-        at = first + tl.arange(0, BLOCK)
-        mask = at < leaders
-        e = at
-        if not ONE:
-            e = tl.load(leaders_ptr + at, mask=mask, other=0)
-        table = entry_table(tables_ptr, e, mask, ONE)
-        mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
-        base = tl.load(leaders_ptr + capacity + at, mask=mask, other=0)
-        wanted = tl.load(leaders_ptr + 2 * capacity + at, mask=mask, other=0)
-        buckets = tl.load(leaders_ptr + 3 * capacity + at, mask=mask, other=0).to(tl.int64)
-        slot = (buckets * WIDTH)[:, None] + lane[None, :]
-        inside = mask[:, None] & (lane < WIDTH)[None, :]
-        scores_at = field(meta_ptr, tables, SCORES, table, mask)[:, None] + slot * RECORD
-        score = tl.load(scores_at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
-        eligible = inside
-        partly = wanted >= PARTLY
-        if tl.max(partly.to(tl.int32), axis=0) > 0:
-            wanted = tl.where(partly, wanted - PARTLY, wanted)
-            digests_at = field(meta_ptr, tables, DIGESTS, table, mask)[:, None] + slot
-            looked_at = inside & partly[:, None]
-            digest = tl.load(digests_at.to(tl.pointer_type(tl.uint8)), mask=looked_at, other=1)
-            eligible = eligible & (digest != 0)
-        if MARKED:
-            marks_at = field(meta_ptr, tables, TOUCHED, table, mask)[:, None] + slot
-            used = tl.load(marks_at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-            mark = field(batch_ptr, tables, MARK, table, mask).to(tl.uint8)
-            eligible = eligible & (used != mark[:, None])
-        else:
-            now = field(batch_ptr, tables, SCORE, table, mask)
-            eligible = eligible & (score != now[:, None])
-        score = score ^ SIGN  # unsigned order by signed comparison
-        q = 0
-        most = tl.max(wanted, axis=0)
-        while q < most:
-            candidate = tl.where(eligible, score, 0x7FFFFFFFFFFFFFFF)
-            least = tl.min(candidate, axis=1)
-            equal = eligible & (candidate == least[:, None])
-            position = tl.min(tl.where(equal, lane[None, :], PADDED), axis=1)
-            result = tl.where(position < PADDED, position, -1)
-            tl.store(victims_ptr + base + q, result, mask=mask & (q < wanted))
-            eligible = eligible & (lane[None, :] != position[:, None])
-            q += 1
-        first += tl.num_programs(0) * BLOCK
+    slots = buckets * WIDTH
+    inside = mask[:, None] & (lane < WIDTH)[None, :]
+    scores_at = field(meta_ptr, tables, SCORES, table, mask) + slots * RECORD
+    scores = scores_at.to(tl.pointer_type(tl.int64))[:, None] + (lane * (RECORD // 8))[None, :]
+    score = tl.load(scores, mask=inside, other=0)
+    eligible = inside
+    partly = wanted >= PARTLY
+    if tl.max(partly.to(tl.int32), axis=0) > 0:
+        wanted = tl.where(partly, wanted - PARTLY, wanted)
+        digests_at = field(meta_ptr, tables, DIGESTS, table, mask) + slots
+        digests = digests_at.to(tl.pointer_type(tl.uint8))[:, None] + lane[None, :]
+        digest = tl.load(digests, mask=inside & partly[:, None], other=1)
+        eligible = eligible & (digest != 0)
+    if MARKED:
+        marks_at = field(meta_ptr, tables, TOUCHED, table, mask) + slots
+        marks = marks_at.to(tl.pointer_type(tl.uint8))[:, None] + lane[None, :]
+        mark = field(batch_ptr, tables, MARK, table, mask).to(tl.uint8)
+        eligible = eligible & (tl.load(marks, mask=inside, other=0) != mark[:, None])
+    else:
+        now = field(batch_ptr, tables, SCORE, table, mask)
+        eligible = eligible & (score != now[:, None])
+    score = score ^ SIGN  # unsigned order by signed comparison
+    q = 0
+    most = tl.max(wanted, axis=0)
+    while q < most:
+        candidate = tl.where(eligible, score, 0x7FFFFFFFFFFFFFFF)
+        least = tl.min(candidate, axis=1)
+        equal = eligible & (candidate == least[:, None])
+        position = tl.min(tl.where(equal, lane[None, :], PADDED), axis=1)
+        result = tl.where(position < PADDED, position, -1)
+        tl.store(victims_ptr + base + q, result, mask=mask & (q < wanted))
+        eligible = eligible & (lane[None, :] != position[:, None])
+        q += 1
 
 
 @triton.jit

@@ -24,6 +24,18 @@ def typed(addresses, TYPE: tl.constexpr):
 
 
 @triton.jit
+def row_starts(places, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Places where rows start, in elements. ALIGNED: they are multiples of 16 bytes, and said in a
+    way that tells the compiler, which then moves so many at once."""
+    if ALIGNED and TYPE == FLOAT32:
+        return (places >> 2) << 2
+    elif ALIGNED:
+        return (places >> 3) << 3
+    else:
+        return places
+
+
+@triton.jit
 def bytes_of(TYPE: tl.constexpr):
     if TYPE == FLOAT32:
         return 4
@@ -105,38 +117,15 @@ def philox(seeds, ids, streams, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def halves(x, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """Parts 0, 2, 4, .. and 1, 3, 5, .. of x, [BLOCK, 16, PARTS]."""
-    return tl.split(tl.reshape(x, (BLOCK, 16, PARTS // 2, 2)))
-
-
-@triton.jit
 def ordered_dot(a, b, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum over columns of a * b in the library's order: column c goes to lane c mod 16, lanes are
-    folded in halves. COLUMNS is a power of two, at least 16; columns beyond the row hold 0."""
-    PARTS: tl.constexpr = COLUMNS // 16
-    products = tl.reshape(a * b, (BLOCK, PARTS, 16))
-    if PARTS == 8:  # the parts one by one, without the sums of the general case
-        even, odd = halves(tl.permute(products, (0, 2, 1)), BLOCK, 8)
-        p04, p26 = halves(even, BLOCK, 4)
-        p15, p37 = halves(odd, BLOCK, 4)
-        p0, p4 = tl.split(p04)
-        p2, p6 = tl.split(p26)
-        p1, p5 = tl.split(p15)
-        p3, p7 = tl.split(p37)
-        lanes = (((((((p0 + 0.0) + p1) + p2) + p3) + p4) + p5) + p6) + p7
-    elif PARTS == 4:
-        p02, p13 = halves(tl.permute(products, (0, 2, 1)), BLOCK, 4)
-        p0, p2 = tl.split(p02)
-        p1, p3 = tl.split(p13)
-        lanes = (((p0 + 0.0) + p1) + p2) + p3
-    else:
-        part = tl.arange(0, PARTS)
-        lanes = tl.zeros([BLOCK, 16], tl.float32)
-        for k in tl.static_range(PARTS):
-            # One of the summands is not zero, so their order does not matter.
-            lanes = lanes + tl.sum(tl.where(part[None, :, None] == k, products, 0.0), axis=1)
-    eight = tl.sum(tl.reshape(lanes, (BLOCK, 2, 8)), axis=1)
-    four = tl.sum(tl.reshape(eight, (BLOCK, 2, 4)), axis=1)
-    two = tl.sum(tl.reshape(four, (BLOCK, 2, 2)), axis=1)
-    return tl.sum(two, axis=1)
+    """Sum over columns of a * b in the library's order: the products of four columns, two and two;
+    these sums folded in halves. COLUMNS is a power of two, at least 16; columns beyond the row
+    hold 0."""
+    even, odd = tl.split(tl.reshape(a * b, (BLOCK, COLUMNS // 2, 2)))
+    low, high = tl.split(tl.reshape(even + odd, (BLOCK, COLUMNS // 4, 2)))
+    sums = low + high
+    LEVELS: tl.constexpr = (COLUMNS // 4).bit_length() - 1
+    for level in tl.static_range(LEVELS):
+        # Two summands each, so the compiler cannot choose an order.
+        sums = tl.sum(tl.reshape(sums, (BLOCK, 2, COLUMNS >> (level + 3))), axis=1)
+    return tl.reshape(sums, (BLOCK,)) + 0.0  # not -0.0: zeros beyond the row may be added or not

@@ -19,7 +19,7 @@ from dynamicemb.kernels.layout import (
     of_class,
     table_of,
 )
-from dynamicemb.kernels.numbers import bytes_of, narrow, typed, widen
+from dynamicemb.kernels.numbers import bytes_of, narrow, row_starts, typed, widen
 
 #: Entries that :func:`write_kernel` writes.
 EVERY, STAYING, LISTED = map(tl.constexpr, range(3))
@@ -56,7 +56,7 @@ def load_rows(
 @triton.jit
 def store_rows(
     values, i, mask, out_ptr, out_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    TYPE: tl.constexpr, OUT: tl.constexpr,
+    TYPE: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """out[i] = values, from the numbers of a table to those of an output."""
     if TYPE != OUT:
@@ -65,8 +65,8 @@ def store_rows(
     inside = mask[:, None]
     if COLUMNS != DIM:
         inside = inside & (column < DIM)[None, :]
-    places = out_ptr + i.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(places, values, mask=inside)
+    start = row_starts(i.to(tl.int64) * out_stride, OUT, ALIGNED)
+    tl.store(out_ptr + start[:, None] + column[None, :], values, mask=inside)
 
 
 @kernel
@@ -75,8 +75,10 @@ def gather_kernel(
     side_ptr, out_ptr, out_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     TYPE: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
     ONE_CLASS: tl.constexpr, ENTRIES: tl.constexpr, MISS: tl.constexpr, SIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = the row of occurrence i. ENTRIES: its slot is that of its entry."""
+    """out[i] = the row of occurrence i. ENTRIES: its slot is that of its entry. ALIGNED, here and
+    below: rows of ``out`` start at multiples of 16 bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
@@ -90,7 +92,7 @@ def gather_kernel(
         slots, table, mask, meta_ptr, floats_ptr, side_ptr, tables, DIM, COLUMNS, STRIDE, TYPE,
         MISS, SIDE,
     )  # fmt: skip
-    store_rows(values, i, mask, out_ptr, out_stride, DIM, COLUMNS, TYPE, OUT)
+    store_rows(values, i, mask, out_ptr, out_stride, DIM, COLUMNS, TYPE, OUT, ALIGNED)
 
 
 @kernel
@@ -100,7 +102,7 @@ def pool_kernel(
     DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
     OUT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, ONE_CLASS: tl.constexpr,
     ENTRIES: tl.constexpr, MISS: tl.constexpr, SIDE: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The output of each bag: its rows added from left to right in float32."""
     bag = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +141,7 @@ def pool_kernel(
     if COLUMNS != DIM:
         inside = inside & (column < DIM)[None, :]
     start = tl.load(feature_column_ptr + feature, mask=mask, other=0)
-    at = (bag % batch_size).to(tl.int64) * out_stride + start
+    at = row_starts((bag % batch_size).to(tl.int64) * out_stride + start, OUT, ALIGNED)
     tl.store(out_ptr + at[:, None] + column[None, :], narrow(total, OUT), mask=inside)
 
 

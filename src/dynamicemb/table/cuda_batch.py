@@ -18,20 +18,19 @@ from dynamicemb.kernels.layout import FAILED, GONE, REJECTED
 from dynamicemb.table.cuda_crowded import place_sorted
 from dynamicemb.table.cuda_entries import ELEMENTS, Entries
 from dynamicemb.table.cuda_streams import record
-from dynamicemb.table.numbers import LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY
+from dynamicemb.table.numbers import LFU_STRATEGY, PAIR_STRATEGY
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda_layout import TableClass
 
 #: Ids per program: one per lane. The interpreter wants few programs.
 LANES = 256 if INTERPRETED else 32
-PLACES = 256 if INTERPRETED else 128
+PLACES, PLACE_WARPS = (256 if INTERPRETED else 32), 1
 COMMITTED = 512 if INTERPRETED else 128
-#: Slots that one program looks at for the lowest scores, at a time.
-VICTIM_TILE, VICTIM_WARPS = (2048 if INTERPRETED else 128), 1
-#: Programs of launches whose work only the device knows; many more where the last batch had much.
-PERSISTENT = 2 if INTERPRETED else 132 * 16
-MORE_PROGRAMS = 2 if INTERPRETED else 132 * 64
+#: Slots that one program looks at for the lowest scores, at a time. More take more registers, and
+#: so more time where nothing is evicted.
+SCANNED_SLOTS = 2048 if INTERPRETED else 128
+#: Programs of launches whose work only the device knows.
 ROW_PROGRAMS = 2 if INTERPRETED else 132 * 16
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
 CROWDED = 128
@@ -205,7 +204,7 @@ class Batch(Entries):
     ) -> torch.Tensor:
         """Slots from the buckets' lists; returns the victims that ``choice`` refers to."""
         layout, space = self.layout, self.space
-        work, leaders, victims = space.class_work[one.number], space.leaders, space.victims
+        padded = power_of_two(one.width)
         self._run_entries(
             insert.place_kernel,
             PLACES,
@@ -216,42 +215,29 @@ class Batch(Entries):
                 layout.meta,
                 layout.tables,
                 one.number,
+                layout.batch_numbers.device_tensor,
                 found,
                 following,
                 choice,
                 space.free,
-                work,
-                leaders,
-                space.capacity,
+                space.class_work[one.number],
+                space.victims,
             ),
-            (one.width, one.line, PLACES, self.one, layout.one_class, one.strategy, free),
-            warps=4,
-        )
-        if one.strategy == NO_EVICTION_STRATEGY:
-            return victims
-        padded = power_of_two(one.width)
-        rows = max(1, VICTIM_TILE // padded)
-        many = blocks(self.evicting_guess, rows) > PERSISTENT
-        launch(
-            insert.victims_kernel,
-            min(blocks(self.n, rows), MORE_PROGRAMS if many else PERSISTENT),
             (
-                self.tables,
-                layout.meta,
-                layout.batch_numbers.device_tensor,
-                layout.tables,
-                one.number,
-                work,
-                leaders,
-                space.capacity,
-                victims,
-                layout.hint,
+                one.width,
+                one.line,
+                padded,
+                PLACES,
+                max(1, SCANNED_SLOTS // padded),
+                self.one,
+                layout.one_class,
+                one.strategy,
+                free,
+                marked,
             ),
-            (one.width, padded, rows, self.one, layout.one_class, marked),
-            warps=VICTIM_WARPS,
-            device=self.device,
+            warps=PLACE_WARPS,
         )
-        return victims
+        return space.victims
 
     # ---- rows ----
 

@@ -191,7 +191,7 @@ class Entries:
         """How many entries and hot blocks there may be, from batches before. Kernels are started
         for so many, and loop where there are more: results do not depend on it."""
         self.entries_guess, self.hot_guess = self.n, hot_blocks(self.n)
-        entries, ids, parts, self.evicting_guess = self.layout.hint_array.tolist()
+        entries, ids, parts = self.layout.hint_array.tolist()
         if ids > 0 and entries > 0:
             scale = 1.05 * self.n / ids
             self.entries_guess = min(self.entries_guess, int(scale * entries) + 64)

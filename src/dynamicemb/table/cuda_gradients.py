@@ -45,13 +45,14 @@ class _Sources:
     ) -> None:
         self.layout, self.batch, self.steps = layout, batch, steps
         self.gradient = aligned(gradient)
-        self.stride = gradient.stride(0) if gradient.dim() > 1 else 0
+        self.stride = self.gradient.stride(0) if gradient.dim() > 1 else 0
         self.order, self.starts = batch.group()
         self.batch_size = max(pooling.batch_size, 1)
         self.bag_of = self.columns = self.offsets = self.order
         self.weights = self.order if pooling.weights is None else aligned(pooling.weights)
         self.constants = (
             TYPES[pooling.dtype],
+            layout.aligned_rows(self.gradient, pooling.pooled),
             pooling.pooled,
             pooling.mode is DynamicEmbPoolingMode.MEAN,
             pooling.weights is not None,

@@ -84,10 +84,10 @@ class Layout:
         self.batch_numbers = Numbers(words.BATCH_NUMBERS, self.tables, torch.int64, self.device)
         self.now_numbers = Numbers(1, self.tables, torch.int32, self.device)
         self.step_numbers = Numbers(words.STEP_NUMBERS, self.tables, torch.int32, self.device)
-        # Entries, ids, hot blocks and evicting buckets of a batch that is done: the device writes,
-        # the host reads at any time.
+        # Entries, ids and hot blocks of a batch that is done: the device writes, the host reads at
+        # any time.
         pinned = self.device.type == "cuda"
-        self.hint = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.hint = torch.zeros(3, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.hint_array = self.hint.numpy()
         self._features: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: list[int] = []
@@ -152,6 +152,17 @@ class Layout:
                 to_device(torch.tensor(columns, dtype=torch.int32, device="cpu"), self.device),
             )
         return self._features[features]
+
+    def aligned_rows(self, rows: torch.Tensor, pooled: bool) -> bool:
+        """Whether rows of an output or gradient start at multiples of 16 bytes; those of pooled
+        features lie side by side."""
+        size = rows.element_size()
+        return (
+            rows.dim() > 1
+            and rows.data_ptr() % 16 == 0
+            and rows.stride(0) * size % 16 == 0
+            and (not pooled or all(table.dim * size % 16 == 0 for table in self.owners))
+        )
 
     def marks(self) -> list[list[int]]:
         """Numbers of no batch of this group, with the marks of the batches that run elsewhere."""

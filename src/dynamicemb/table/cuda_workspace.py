@@ -57,7 +57,6 @@ class Workspace:
         self.fresh = new(torch.uint8)
         self.new = new(int32)
         self.free = new(int64, 2 * capacity)
-        self.leaders = new(int32, 4 * capacity)
         self.victims = new(int32)
         # Occurrences of every entry.
         self.sorted = new(int32)
