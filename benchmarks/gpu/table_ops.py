@@ -29,9 +29,14 @@ def random_ids(count: int, generator: torch.Generator) -> torch.Tensor:
 class Filled:
     """A table of a given load, and ids that are in it."""
 
-    def __init__(self, dim: int, load: float, *, rowless: bool, slots: int = SLOTS) -> None:
+    def __init__(
+        self, dim: int, load: float, *, rowless: bool, slots: int = SLOTS, width: int = 128
+    ) -> None:
         options = DynamicEmbTableOptions(
-            dim=dim, max_capacity=slots, score_strategy=DynamicEmbScoreStrategy.TIMESTAMP
+            dim=dim,
+            max_capacity=slots,
+            score_strategy=DynamicEmbScoreStrategy.TIMESTAMP,
+            bucket_capacity=width,
         )
         self.table = CudaTable(options, seed=1, device="cuda", rowless=rowless)
         self.generator = torch.Generator(device="cuda").manual_seed(int(load * 100))
@@ -100,6 +105,16 @@ def _index_only(clock: Clock, load: float) -> dict[str, Any]:
             index.table.group.find_slots(sets[i % 4], None)
 
         result[f"find index{kind}, load {load}"] = {"us": clock.time(find, warm_up=10)}
+    result |= _inserts(clock, index, f"load {load}")
+    if index.full:
+        del index
+        narrow = Filled(1, load, rowless=True, width=64)
+        result |= _inserts(clock, narrow, f"load {load}, buckets of 64")
+    return result
+
+
+def _inserts(clock: Clock, index: Filled, name_of_table: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     for batch, name in ((BATCH, "1M"), (1 << 16, "64k")):
         fresh = [index.mixed(batch, 0.6) for _ in range(12)]
 
@@ -107,13 +122,13 @@ def _index_only(clock: Clock, load: float) -> dict[str, Any]:
             index.insert(fresh[i % 12])
 
         micros = clock.time(insert, repeats=10, warm_up=2)
-        result[f"find_or_insert index, 60 % hits, {name}, load {load}"] = {"us": micros}
+        result[f"find_or_insert index, 60 % hits, {name}, {name_of_table}"] = {"us": micros}
         index.restore()
     fresh = [index.mixed(1 << 16, 0.6) for _ in range(20)]
     replay, ready = _replayed(index, fresh[0])
     times = [clock.time(replay, repeats=1, warm_up=0, before=ready(ids)) for ids in fresh[1:]]
     micros = statistics.median(times)
-    result[f"find_or_insert index, 60 % hits, 64k, as a graph, load {load}"] = {"us": micros}
+    result[f"find_or_insert index, 60 % hits, 64k, as a graph, {name_of_table}"] = {"us": micros}
     return result
 
 
