@@ -11,7 +11,9 @@
 namespace dynamicemb {
 namespace {
 
-constexpr size_t kChunk = 8192;          // ids per task while splitting
+constexpr size_t kChunks = 16;           // that a large batch is split in
+constexpr size_t kLeastChunk = 8192;     // ids: enough for pieces of some length
+constexpr size_t kMostChunk = 65536;     // ids: what is written stays in the second-level cache
 constexpr size_t kPartitionIds = 1024;   // aimed at per partition: its dedup fits the L1 cache
 constexpr size_t kMaxPartitions = 1024;  // write streams while splitting
 
@@ -21,15 +23,15 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
              const int64_t* counts)
     : table_(std::move(table)), mode_(mode), ids_(ids), counts_(counts), n_(n) {
   // Everything that has one element per occurrence, in one block.
-  memory_ = Scratch(3 * Scratch::bytes_for<uint64_t>(n) + Scratch::bytes_for<Span>(n) +
-                    6 * Scratch::bytes_for<uint32_t>(n) + Scratch::bytes_for<uint8_t>(n) + 64);
-  part_ids_ = memory_.take<uint64_t>(n);
+  memory_ = Scratch((counts != nullptr ? 3 : 2) * Scratch::bytes_for<uint64_t>(n) +
+                    Scratch::bytes_for<Span>(n) + 5 * Scratch::bytes_for<uint32_t>(n) +
+                    Scratch::bytes_for<uint8_t>(n) + 64);
+  split_ids_ = memory_.take<uint64_t>(n);
   entry_ids_ = memory_.take<uint64_t>(n);
-  if (mode != BatchMode::kLocate) entry_counts_ = memory_.take<uint64_t>(n);
+  if (counts != nullptr) entry_counts_ = memory_.take<uint64_t>(n);
   spans_ = memory_.take<Span>(n);
-  part_positions_ = memory_.take<uint32_t>(n);
+  split_positions_ = memory_.take<uint32_t>(n);
   entry_slots_ = memory_.take<uint32_t>(n);
-  entry_first_ = memory_.take<uint32_t>(n);
   occurrences_ = memory_.take<uint32_t>(n);
   entry_at_ = memory_.take<uint32_t>(n);
   if (mode == BatchMode::kTrain || mode == BatchMode::kLocate) slots_ = memory_.take<uint32_t>(n);
@@ -40,69 +42,54 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
 
 // ---- splitting ----
 
-size_t Batch::chunks() const { return (n_ + kChunk - 1) / kChunk; }
-
-void Batch::count_chunk(size_t chunk) {
-  if (partitions_ == 1) return;
-  uint32_t* counts = histogram_of(chunk);
-  const size_t end = std::min(n_, (chunk + 1) * kChunk);
-  for (size_t i = chunk * kChunk; i < end; ++i) {
-    const uint64_t bucket = bucket_of(hash_id(ids_[i]), table_->buckets_);
-    const auto partition = static_cast<uint32_t>(bucket >> partition_shift_);
-    entry_at_[i] = partition;  // for scatter_chunk
-    ++counts[partition];
-  }
+void Batch::plan_split() {
+  found_at_ = table_->changes_;
+  const uint64_t buckets = table_->buckets_;
+  const uint64_t most = table_->wide() ? 1 : kMaxPartitions;  // their map has one owner
+  const uint64_t wanted = std::clamp<uint64_t>(n_ / kPartitionIds, 1, most);
+  const uint64_t buckets_each = std::bit_ceil((buckets + wanted - 1) / wanted);
+  partition_shift_ = std::countr_zero(buckets_each);
+  partitions_ = (buckets + buckets_each - 1) / buckets_each;
+  parts_.assign(partitions_, {});
+  chunk_ = std::clamp(n_ / kChunks, kLeastChunk, kMostChunk);
+  constexpr size_t kPlaces = std::size(Places{}.of_partition);
+  chunk_lines_ = (partitions_ + 2 + kPlaces - 1) / kPlaces;
+  pieces_.assign(chunks() * chunk_lines_, {});
 }
 
-void Batch::plan_partitions() {
-  if (histogram_.empty()) {  // called before counting: choose the partitions
-    found_at_ = table_->changes_;
-    const uint64_t buckets = table_->buckets_;
-    const uint64_t most = table_->wide() ? 1 : kMaxPartitions;  // their map has one owner
-    const uint64_t wanted = std::clamp<uint64_t>(n_ / kPartitionIds, 1, most);
-    const uint64_t buckets_each = std::bit_ceil((buckets + wanted - 1) / wanted);
-    partition_shift_ = std::countr_zero(buckets_each);
-    partitions_ = (buckets + buckets_each - 1) / buckets_each;
-    parts_.assign(partitions_, {});
-    constexpr size_t kCounts = std::size(Counts{}.of_partition);
-    chunk_counts_ = (partitions_ + kCounts - 1) / kCounts;
-    histogram_.assign(std::max<size_t>(1, chunks()) * chunk_counts_, {});
-    return;
+size_t Batch::chunks() const { return (n_ + chunk_ - 1) / chunk_; }
+
+// Counts the ids of each partition, then writes them one partition after the other.
+void Batch::split_chunk(size_t chunk) {
+  const size_t begin = chunk * chunk_, count = std::min(n_ - begin, chunk_);
+  const uint64_t* ids = ids_ + begin;
+  thread_local std::vector<uint16_t> partition_of;
+  partition_of.resize(count);
+  uint32_t* pieces = pieces_of(chunk);
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t bucket = bucket_of(hash_id(ids[i]), table_->buckets_);
+    const auto partition = static_cast<uint16_t>(bucket >> partition_shift_);
+    partition_of[i] = partition;
+    ++pieces[partition + 2];
   }
-  // After counting: offsets per (partition, chunk), in that order.
+  pieces[0] = pieces[1] = static_cast<uint32_t>(begin);
+  for (size_t p = 0; p < partitions_; ++p) pieces[p + 2] += pieces[p + 1];
+  uint32_t* next = pieces + 1;  // in the end where each partition's piece ends
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t to = next[partition_of[i]]++;
+    split_ids_[to] = ids[i];
+    split_positions_[to] = static_cast<uint32_t>(begin + i);
+  }
+  std::fill_n(entry_at_ + begin, count, kNoSlot);  // find() sets the first ones
+}
+
+void Batch::finish_split() {
   uint32_t offset = 0;
   for (size_t p = 0; p < partitions_; ++p) {
     parts_[p].begin = offset;
-    if (partitions_ == 1) {
-      offset = static_cast<uint32_t>(n_);
-    } else {
-      for (size_t chunk = 0; chunk < chunks(); ++chunk) {
-        uint32_t& cell = histogram_of(chunk)[p];
-        const uint32_t count = cell;
-        cell = offset;
-        offset += count;
-      }
-    }
+    for (size_t chunk = 0; chunk < chunks(); ++chunk)
+      offset += pieces_of(chunk)[p + 1] - pieces_of(chunk)[p];
     parts_[p].end = offset;
-  }
-}
-
-void Batch::scatter_chunk(size_t chunk) {
-  const size_t end = std::min(n_, (chunk + 1) * kChunk);
-  if (partitions_ == 1) {
-    for (size_t i = chunk * kChunk; i < end; ++i) {
-      part_ids_[i] = ids_[i];
-      part_positions_[i] = static_cast<uint32_t>(i);
-      entry_at_[i] = kNoSlot;
-    }
-    return;
-  }
-  uint32_t* offsets = histogram_of(chunk);
-  for (size_t i = chunk * kChunk; i < end; ++i) {
-    const uint32_t to = offsets[entry_at_[i]]++;
-    entry_at_[i] = kNoSlot;  // find() sets the first ones
-    part_ids_[to] = ids_[i];
-    part_positions_[to] = static_cast<uint32_t>(i);
   }
 }
 
@@ -111,30 +98,35 @@ void Batch::scatter_chunk(size_t chunk) {
 void Batch::find(size_t partition) {
   Partition& p = parts_[partition];
   const uint32_t count = p.end - p.begin;
-  const uint64_t* ids = part_ids_ + p.begin;
-  const uint32_t* positions = part_positions_ + p.begin;
+  // Calls body(i, place) for the i-th id of the partition, which is at `place` among the split.
+  const auto for_each_id = [&](const auto& body) {
+    uint32_t i = 0;
+    for (size_t chunk = 0; chunk < chunks(); ++chunk) {
+      const uint32_t *piece = pieces_of(chunk) + partition, end = piece[1];
+      for (uint32_t place = piece[0]; place < end; ++place) body(i++, place);
+    }
+  };
 
   thread_local std::vector<uint32_t> table, entry_of, next;
   const size_t table_size = std::bit_ceil<size_t>(2 * std::max(count, 8u));
   table.assign(table_size, 0);
   entry_of.resize(count);
   next.resize(count);  // first how often an entry occurs, then where its next occurrence goes
+  uint64_t* entry_ids = entry_ids_ + p.begin;
   uint32_t unique = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint64_t id = ids[i];
+  for_each_id([&](uint32_t i, uint32_t place) {
+    const uint64_t id = split_ids_[place];
     size_t at = hash_id(id) & (table_size - 1);
     uint32_t entry;
-    while ((entry = table[at]) != 0 && entry_ids_[p.begin + entry - 1] != id)
-      at = (at + 1) & (table_size - 1);
+    while ((entry = table[at]) != 0 && entry_ids[entry - 1] != id) at = (at + 1) & (table_size - 1);
     if (entry == 0) {
       entry = table[at] = unique + 1;
-      entry_ids_[p.begin + unique] = id;
-      entry_first_[p.begin + unique] = positions[i];
+      entry_ids[unique] = id;
       next[unique++] = 0;
     }
     entry_of[i] = entry - 1;
     ++next[entry - 1];
-  }
+  });
   p.unique = unique;
 
   // Occurrences grouped by entry, each group in order.
@@ -144,23 +136,20 @@ void Batch::find(size_t partition) {
     const uint32_t length = next[entry];
     spans[entry] = {offset, offset + length};
     next[entry] = offset;
-    entry_at_[entry_first_[p.begin + entry]] = length == 1 ? kAlone : p.begin + entry;
     offset += length;
   }
-  if (unique == count) {
-    std::memcpy(occurrences_ + p.begin, positions, count * sizeof(uint32_t));
-  } else {
-    for (uint32_t i = 0; i < count; ++i) occurrences_[next[entry_of[i]]++] = positions[i];
+  for_each_id([&](uint32_t i, uint32_t place) {
+    occurrences_[next[entry_of[i]]++] = split_positions_[place];
+  });
+  for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
+    const auto [begin, end] = spans_[entry];
+    entry_at_[occurrences_[begin]] = end - begin == 1 ? kAlone : entry;
   }
-  if (entry_counts_ != nullptr) {
+  if (counts_ != nullptr) {
     for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
-      const auto [begin, end] = spans_[entry];
-      uint64_t total = end - begin;
-      if (counts_ != nullptr) {
-        total = 0;
-        for (uint32_t i = begin; i < end; ++i)
-          total = add_saturated(total, static_cast<uint64_t>(counts_[occurrences_[i]]));
-      }
+      uint64_t total = 0;
+      for (uint32_t i = spans_[entry].begin; i < spans_[entry].end; ++i)
+        total = add_saturated(total, static_cast<uint64_t>(counts_[occurrences_[i]]));
       entry_counts_[entry] = total;
     }
   }
@@ -192,7 +181,7 @@ size_t Batch::collect_missing() {
     for (uint32_t entry = p.begin; entry < p.begin + p.unique; ++entry)
       if (entry_slots_[entry] == kNoSlot) missing_.push_back(entry);
   std::sort(missing_.begin(), missing_.end(),
-            [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
+            [&](uint32_t a, uint32_t b) { return first_of(a) < first_of(b); });
   return missing_.size();
 }
 
@@ -200,7 +189,7 @@ void Batch::missing(uint64_t* ids, int64_t* counts) const {
   for (size_t i = 0; i < missing_.size(); ++i) {
     ids[i] = entry_ids_[missing_[i]];
     counts[i] = static_cast<int64_t>(
-        std::min<uint64_t>(entry_counts_[missing_[i]], std::numeric_limits<int64_t>::max()));
+        std::min<uint64_t>(count_of(missing_[i]), std::numeric_limits<int64_t>::max()));
   }
 }
 
@@ -297,7 +286,6 @@ bool Batch::prepare_commit() {
   bool again = incoming != 0 && table_->grow_for(incoming);
   again = again || found_at_ != table_->changes_;  // somebody else's batch came between
   if (again) {
-    histogram_.clear();
     rejected_.clear();
     if (!entry_side_.empty())
       for (const uint32_t entry : missing_)
@@ -327,14 +315,11 @@ void over(std::span<Batch* const> batches, int threads, Count&& count, Body&& bo
 }
 
 void split(std::span<Batch* const> batches, int threads) {
-  for (Batch* batch : batches) batch->plan_partitions();
+  for (Batch* batch : batches) batch->plan_split();
   over(
       batches, threads, [](Batch& b) { return b.chunks(); },
-      [&](size_t b, size_t chunk) { batches[b]->count_chunk(chunk); });
-  for (Batch* batch : batches) batch->plan_partitions();
-  over(
-      batches, threads, [](Batch& b) { return b.chunks(); },
-      [&](size_t b, size_t chunk) { batches[b]->scatter_chunk(chunk); });
+      [&](size_t b, size_t chunk) { batches[b]->split_chunk(chunk); });
+  for (Batch* batch : batches) batch->finish_split();
 }
 
 size_t partition_count(Batch& batch) { return batch.partitions(); }

@@ -65,10 +65,10 @@ class Batch {
   void keep_evicted() { keep_evicted_ = true; }
 
   // Steps in order. Those with an index may run in parallel over it; the others are serial.
+  void plan_split();
   size_t chunks() const;
-  void count_chunk(size_t chunk);
-  void plan_partitions();
-  void scatter_chunk(size_t chunk);
+  void split_chunk(size_t chunk);
+  void finish_split();
   size_t partitions() const { return partitions_; }
   void find(size_t partition);    // dedup, then find
   bool needs_decision() const;    // growth, or taking memory, comes between find and commit
@@ -112,7 +112,7 @@ class Batch {
   };
   // What threads write at the same time lies in different pairs of lines: processors fetch two.
   static constexpr size_t kLines = 128;
-  struct alignas(kLines) Counts {
+  struct alignas(kLines) Places {
     uint32_t of_partition[kLines / sizeof(uint32_t)] = {};
   };
   struct alignas(kLines) Partition {
@@ -127,7 +127,12 @@ class Batch {
     std::vector<uint32_t> inserted;  // unique entries, for numbered rows
   };
 
-  uint32_t* histogram_of(size_t chunk) { return histogram_[chunk * chunk_counts_].of_partition; }
+  // Where the part of a chunk that belongs to each partition begins; the next one is its end.
+  uint32_t* pieces_of(size_t chunk) { return pieces_[chunk * chunk_lines_].of_partition; }
+  uint32_t first_of(uint32_t entry) const { return occurrences_[spans_[entry].begin]; }
+  uint64_t count_of(uint32_t entry) const {
+    return counts_ != nullptr ? entry_counts_[entry] : spans_[entry].end - spans_[entry].begin;
+  }
   void update_hit(uint32_t entry, uint32_t slot, const BatchScore& score);
   void write_given(uint32_t entry, uint32_t slot, bool fresh);
   // The given rows to their slots; missed[i]: the i-th entry of the partition is new.
@@ -153,20 +158,21 @@ class Batch {
   uint64_t found_at_ = 0;  // the table's change count when the ids were looked up
 
   size_t partitions_ = 1;
-  int partition_shift_ = 0;        // log2 of the buckets per partition
-  size_t chunk_counts_ = 1;        // elements of histogram_ per chunk
-  std::vector<Counts> histogram_;  // counts of a chunk, then of the next
-  Scratch memory_;                 // of the arrays below
+  int partition_shift_ = 0;     // log2 of the buckets per partition
+  size_t chunk_ = 1;            // ids of a chunk
+  size_t chunk_lines_ = 1;      // elements of pieces_ per chunk
+  std::vector<Places> pieces_;  // of a chunk, then of the next
+  Scratch memory_;              // of the arrays below
   std::vector<Partition> parts_;
-  uint64_t* part_ids_ = nullptr;
-  uint32_t* part_positions_ = nullptr;
+  // The ids of each chunk and their positions, by partition.
+  uint64_t* split_ids_ = nullptr;
+  uint32_t* split_positions_ = nullptr;
   // Distinct ids, at [begin, begin + unique) of their partition.
   uint64_t* entry_ids_ = nullptr;
   uint32_t* entry_slots_ = nullptr;
-  uint32_t* entry_first_ = nullptr;   // position of the first occurrence
-  uint64_t* entry_counts_ = nullptr;  // only where something counts
+  uint64_t* entry_counts_ = nullptr;  // the sums of given counts
   Span* spans_ = nullptr;             // an entry's part of occurrences_
-  uint32_t* occurrences_ = nullptr;   // positions, grouped by entry
+  uint32_t* occurrences_ = nullptr;   // positions, grouped by entry, each group in order
   uint32_t* entry_at_ = nullptr;      // per position: the entry that occurs first there, if any
   uint8_t* entry_fate_ = nullptr;
   uint32_t* slots_ = nullptr;      // per occurrence: its slot, or kSideRow + the side row

@@ -37,12 +37,12 @@ void Batch::update_hit(uint32_t entry, uint32_t slot, const BatchScore& score) {
         record.score = score.value;
         break;
       case ScoreStrategy::kLfu:
-        record.score = add_saturated(record.score, entry_counts_[entry]);
+        record.score = add_saturated(record.score, count_of(entry));
         break;
       case ScoreStrategy::kNoEviction:
         break;
       case ScoreStrategy::kTimestampLfu:
-        record.score = add_saturated(record.score, entry_counts_[entry]);
+        record.score = add_saturated(record.score, count_of(entry));
         table_->timestamps_[slot] = score.timestamp;
         break;
     }
@@ -128,13 +128,12 @@ void Batch::insert(Partition& p, uint32_t entry, const BatchScore& score, Victim
   entry_slots_[entry] = slot;
   Record& record = t.records_[slot];
   record.stamp = stamp_;
-  const uint64_t count = entry_counts_[entry];
   switch (t.config_.strategy) {
     case ScoreStrategy::kLfu:
-      record.score = count;
+      record.score = count_of(entry);
       break;
     case ScoreStrategy::kTimestampLfu:
-      record.score = count;
+      record.score = count_of(entry);
       t.timestamps_[slot] = score.timestamp;
       break;
     case ScoreStrategy::kNoEviction:
@@ -275,7 +274,7 @@ void Batch::finish() {
   // A partition's evictions are in the order of its entries; merge them to the order of the batch.
   for (uint32_t i = 0; i < partitions_; ++i)
     for (uint32_t k = 0; k < parts_[i].evicted_by.size(); ++k)
-      evictions_.push_back({entry_first_[parts_[i].evicted_by[k]], i, k});
+      evictions_.push_back({first_of(parts_[i].evicted_by[k]), i, k});
   std::sort(evictions_.begin(), evictions_.end());
   const size_t row_bytes = t.embedding_bytes_, state = t.state_.dim(), words = t.score_words();
   for (const Eviction& one : evictions_) {
@@ -309,7 +308,7 @@ void Batch::number_rows() {
     for (const Partition& p : parts_)
       inserted_.insert(inserted_.end(), p.inserted.begin(), p.inserted.end());
     std::sort(inserted_.begin(), inserted_.end(),
-              [&](uint32_t a, uint32_t b) { return entry_first_[a] < entry_first_[b]; });
+              [&](uint32_t a, uint32_t b) { return first_of(a) < first_of(b); });
     for (const uint32_t entry : inserted_) {
       t.records_[entry_slots_[entry]].score = t.next_row_number_;
       t.next_row_number_ = add_saturated(t.next_row_number_, uint64_t{1});
