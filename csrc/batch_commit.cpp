@@ -214,7 +214,7 @@ void Batch::reserve() {
 void Batch::commit(size_t partition, const BatchScore& score) {
   Partition& p = parts_[partition];
   const uint32_t end = p.begin + p.unique;
-  constexpr uint32_t kDistance = 16;
+  constexpr uint32_t kBurst = 256;  // records that are fetched in one go, before their use
   const bool writes = mode_ == BatchMode::kInsert || mode_ == BatchMode::kAssign;
   std::vector<bool> missed;
   if (writes)
@@ -222,8 +222,9 @@ void Batch::commit(size_t partition, const BatchScore& score) {
       missed.push_back(entry_slots_[entry] == kNoSlot);
   if (mode_ != BatchMode::kLocate) {
     for (uint32_t entry = p.begin; entry < end; ++entry) {
-      if (entry + kDistance < end && entry_slots_[entry + kDistance] != kNoSlot)
-        prefetch(&table_->records_[entry_slots_[entry + kDistance]]);
+      if ((entry - p.begin) % kBurst == 0)
+        for (uint32_t next = entry; next < std::min(end, entry + kBurst); ++next)
+          if (entry_slots_[next] != kNoSlot) prefetch(&table_->records_[entry_slots_[next]]);
       const uint32_t slot = entry_slots_[entry];
       if (slot != kNoSlot && entry_fate_[entry] == kThere) update_hit(entry, slot, score);
     }
