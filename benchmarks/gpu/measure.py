@@ -16,8 +16,7 @@ class Clock:
     """Times calls with events. ``cold`` calls find nothing of theirs in the second-level cache."""
 
     def __init__(self) -> None:
-        # Written before a call: that empties the cache, and takes the GPU longer than the host
-        # needs to queue the call.
+        # Written before a call: that empties the cache.
         self._flush = torch.empty(256 << 20, dtype=torch.float32, device="cuda")
 
     def time(
@@ -37,6 +36,8 @@ class Clock:
             if before is not None:
                 before()
             if cold:
+                # A millisecond and more, so that the host has queued the call when it begins.
+                torch.cuda._sleep(2_000_000)
                 self._flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -52,13 +52,16 @@ def probe(
     WIDTH: tl.constexpr,
     LINE: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """Position of each id in its bucket, int32, or -1. LINE digests are read at a time."""
+    """Position of each id in its bucket, int32, or -1. LINE digests are read at a time. KEEP: as of
+    ``matches``."""
     position = tl.full([BLOCK], -1, tl.int32)
     start = buckets * WIDTH
     begin = 0
     while begin < WIDTH:
-        low, high = matches(digests_at + start + begin, digests, mask & (position < 0), LINE, BLOCK)
+        wanted = mask & (position < 0)
+        low, high = matches(digests_at + start + begin, digests, wanted, LINE, BLOCK, KEEP)
         pending = (low | high) != 0
         while tl.max(pending.to(tl.int32), axis=0) > 0:
             candidate = lowest_bit(low, high)
@@ -88,7 +91,9 @@ def lookup_kernel(
     buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, mask))
     keys_at = field(meta_ptr, tables, KEYS, table, mask)
     digests_at = field(meta_ptr, tables, DIGESTS, table, mask)
-    position = probe(ids, buckets, digest_of(hashes), keys_at, digests_at, mask, WIDTH, LINE, BLOCK)
+    position = probe(
+        ids, buckets, digest_of(hashes), keys_at, digests_at, mask, WIDTH, LINE, BLOCK, True
+    )
     slot = tl.where(position >= 0, (buckets * WIDTH + position).to(tl.int32), FAILED)
     tl.store(slots_ptr + i, slot, mask=mask)
 
@@ -112,7 +117,9 @@ def find_rows_kernel(
     buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, mask))
     keys_at = field(meta_ptr, tables, KEYS, table, mask)
     digests_at = field(meta_ptr, tables, DIGESTS, table, mask)
-    position = probe(ids, buckets, digest_of(hashes), keys_at, digests_at, mask, WIDTH, LINE, BLOCK)
+    position = probe(
+        ids, buckets, digest_of(hashes), keys_at, digests_at, mask, WIDTH, LINE, BLOCK, True
+    )
     slot = tl.where(position >= 0, (buckets * WIDTH + position).to(tl.int32), FAILED)
     if SLOTS:
         tl.store(slots_ptr + i, slot, mask=mask)
@@ -168,8 +175,9 @@ def find_kernel(
             hit = slot >= 0
         else:
             position = probe(
-                ids, buckets, digest_of(hashes), keys_at, digests_at, wanted, WIDTH, LINE, BLOCK
-            )
+                ids, buckets, digest_of(hashes), keys_at, digests_at, wanted, WIDTH, LINE, BLOCK,
+                False,
+            )  # fmt: skip
             slot = buckets * WIDTH + position
             hit = position >= 0
         found = tl.where(hit, slot.to(tl.int32), GONE)

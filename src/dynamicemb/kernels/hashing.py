@@ -31,15 +31,22 @@ def digest_of(hashes):
 
 
 @triton.jit
-def matches(lines, digests, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def matches(
+    lines, digests, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr = False
+):
     """Bit masks (low, high), int64, of the bytes of each line that equal its digest.
 
     ``lines``: addresses of WIDTH bytes each, WIDTH one of 16, 32, 64, 128; ``high`` holds the bytes
-    from 64 on.
+    from 64 on. KEEP: lines stay in the cache rather than what else is read; several ids of a batch
+    share one.
     """
     words = tl.arange(0, WIDTH // 4)
     pointers = tl.multiple_of(lines.to(tl.pointer_type(tl.int32)), 16)
-    x = tl.load(pointers[:, None] + words[None, :], mask=mask[:, None], other=0)
+    pointers = pointers[:, None] + words[None, :]
+    if KEEP:
+        x = tl.load(pointers, mask=mask[:, None], other=0, eviction_policy="evict_last")
+    else:
+        x = tl.load(pointers, mask=mask[:, None], other=0)
     x = (x ^ (digests * 0x01010101)[:, None]).to(tl.uint32)
     # 0x80 in every byte that is zero, then those four bits side by side.
     zero = (((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x | 0x7F7F7F7F) ^ 0xFFFFFFFF
