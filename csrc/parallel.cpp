@@ -13,26 +13,48 @@
 
 namespace dynamicemb::detail {
 
-struct Job {
-  std::size_t tasks;
-  TaskFunction function;
-  void* context;
-  std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  std::exception_ptr error;
+// Tasks for a team of n. Member i begins with tasks i, i + n, i + 2 n, .. and goes on with what
+// others have left. So in two jobs over the same data a member meets what it worked on before,
+// which matters where processors do not share a cache, and members do not wait for one counter.
+class Job {
+ public:
+  Job(std::size_t tasks, std::size_t members, TaskFunction function, void* context)
+      : tasks_(tasks), function_(function), context_(context), next_(members) {
+    for (std::size_t i = 0; i < members; ++i) next_[i].task = i;
+  }
 
-  void work() {
-    for (;;) {
-      const std::size_t task = next.fetch_add(1, std::memory_order_relaxed);
-      if (task >= tasks) return;
-      try {
-        function(context, task);
-      } catch (...) {
-        std::lock_guard lock(mutex);
-        if (!error) error = std::current_exception();
+  void work(std::size_t member) {
+    const std::size_t members = next_.size();
+    for (std::size_t i = 0; i < members; ++i) {
+      std::atomic<std::size_t>& next = next_[(member + i) % members].task;
+      for (;;) {
+        const std::size_t task = next.fetch_add(members, std::memory_order_relaxed);
+        if (task >= tasks_) break;
+        try {
+          function_(context_, task);
+        } catch (...) {
+          std::lock_guard lock(mutex_);
+          if (!error_) error_ = std::current_exception();
+        }
       }
     }
   }
+
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  struct alignas(128) Next {
+    std::atomic<std::size_t> task;
+  };
+
+  std::size_t tasks_;
+  TaskFunction function_;
+  void* context_;
+  std::vector<Next> next_;  // of each member's tasks
+  std::mutex mutex_;
+  std::exception_ptr error_;
 };
 
 // Threads of our own, for a process without an OpenMP runtime, and for work that waits.
@@ -47,11 +69,11 @@ class Pool {
     for (auto& worker : workers_) worker.join();
   }
 
-  void run(int threads, Job& job) {
+  void run(std::size_t members, Job& job) {
     std::lock_guard only_one(run_mutex_);
     {
       std::lock_guard lock(mutex_);
-      const auto helpers = static_cast<std::size_t>(threads - 1);
+      const std::size_t helpers = members - 1;
       while (workers_.size() < helpers) {
         const std::size_t index = workers_.size();
         workers_.emplace_back([this, index] { loop(index); });
@@ -62,7 +84,7 @@ class Pool {
       ++round_;
     }
     wake_.notify_all();
-    job.work();
+    job.work(0);
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return running_ == 0; });
   }
@@ -78,7 +100,7 @@ class Pool {
       if (index >= wanted_) continue;
       Job* job = job_;
       lock.unlock();
-      job->work();
+      job->work(index + 1);
       lock.lock();
       if (--running_ == 0) done_.notify_one();
     }
@@ -96,30 +118,49 @@ class Pool {
 
 namespace {
 
-using OpenMpParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+// The OpenMP runtime that the process has loaded, if any.
+struct OpenMp {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+  int (*thread_number)() = nullptr;
+};
 
-OpenMpParallel openmp() {
-  static const auto entry = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return entry;
+const OpenMp& openmp() {
+  static const OpenMp found = [] {
+    OpenMp runtime;
+    runtime.parallel =
+        reinterpret_cast<decltype(runtime.parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    runtime.thread_number = reinterpret_cast<decltype(runtime.thread_number)>(
+        dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
+    if (runtime.thread_number == nullptr) runtime.parallel = nullptr;
+    return runtime;
+  }();
+  return found;
+}
+
+std::size_t members_of(int threads, std::size_t tasks) {
+  return std::min(static_cast<std::size_t>(std::max(threads, 1)), tasks);
 }
 
 }  // namespace
 
 void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* context) {
-  const int team = static_cast<int>(std::min<std::size_t>(std::max(threads, 1), tasks));
-  if (team <= 1) {
+  const std::size_t members = members_of(threads, tasks);
+  if (members <= 1) {
     for (std::size_t task = 0; task < tasks; ++task) function(context, task);
     return;
   }
-  Job job{.tasks = tasks, .function = function, .context = context, .mutex = {}, .error = {}};
-  if (auto parallel = openmp()) {
-    parallel([](void* data) { static_cast<Job*>(data)->work(); }, &job, static_cast<unsigned>(team),
-             0);
+  Job job(tasks, members, function, context);
+  if (openmp().parallel != nullptr) {
+    openmp().parallel(
+        [](void* data) {
+          static_cast<Job*>(data)->work(static_cast<std::size_t>(openmp().thread_number()));
+        },
+        &job, static_cast<unsigned>(members), 0);
   } else {
     static Pool pool;
-    pool.run(team, job);
+    pool.run(members, job);
   }
-  if (job.error) std::rethrow_exception(job.error);
+  job.rethrow();
 }
 
 }  // namespace dynamicemb::detail
@@ -131,14 +172,14 @@ WaitingThreads::~WaitingThreads() = default;
 
 void WaitingThreads::run_tasks(int threads, std::size_t tasks, detail::TaskFunction function,
                                void* context) {
-  const int team = static_cast<int>(std::min<std::size_t>(std::max(threads, 1), tasks));
-  detail::Job job{
-      .tasks = tasks, .function = function, .context = context, .mutex = {}, .error = {}};
-  if (team <= 1)
-    job.work();
+  const std::size_t members = detail::members_of(threads, tasks);
+  if (members == 0) return;
+  detail::Job job(tasks, members, function, context);
+  if (members == 1)
+    job.work(0);
   else
-    pool_->run(team, job);
-  if (job.error) std::rethrow_exception(job.error);
+    pool_->run(members, job);
+  job.rethrow();
 }
 
 }  // namespace dynamicemb
