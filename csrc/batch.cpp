@@ -24,8 +24,8 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
     : table_(std::move(table)), mode_(mode), ids_(ids), counts_(counts), n_(n) {
   // Everything that has one element per occurrence, in one block.
   memory_ = Scratch((counts != nullptr ? 3 : 2) * Scratch::bytes_for<uint64_t>(n) +
-                    Scratch::bytes_for<Span>(n) + 5 * Scratch::bytes_for<uint32_t>(n) +
-                    Scratch::bytes_for<uint8_t>(n) + 64);
+                    Scratch::bytes_for<Span>(n) + Scratch::bytes_for<Place>(n) +
+                    3 * Scratch::bytes_for<uint32_t>(n) + Scratch::bytes_for<uint8_t>(n) + 64);
   split_ids_ = memory_.take<uint64_t>(n);
   entry_ids_ = memory_.take<uint64_t>(n);
   if (counts != nullptr) entry_counts_ = memory_.take<uint64_t>(n);
@@ -33,8 +33,7 @@ Batch::Batch(std::shared_ptr<Table> table, BatchMode mode, const uint64_t* ids, 
   split_positions_ = memory_.take<uint32_t>(n);
   entry_slots_ = memory_.take<uint32_t>(n);
   occurrences_ = memory_.take<uint32_t>(n);
-  entry_at_ = memory_.take<uint32_t>(n);
-  if (mode == BatchMode::kTrain || mode == BatchMode::kLocate) slots_ = memory_.take<uint32_t>(n);
+  if (mode == BatchMode::kTrain || mode == BatchMode::kLocate) places_ = memory_.take<Place>(n);
   entry_fate_ = memory_.take<uint8_t>(n);
   side_stride_ = table_->stride_;
   side_.resize(side_stride_);
@@ -83,7 +82,6 @@ void Batch::split_chunk(size_t chunk) {
     split_ids_[to] = ids[i];
     split_positions_[to] = static_cast<uint32_t>(begin + i);
   }
-  std::fill_n(entry_at_ + begin, count, kNoSlot);  // find() sets the first ones
 }
 
 void Batch::finish_split() {
@@ -145,10 +143,6 @@ void Batch::find(size_t partition) {
   for_each_id([&](uint32_t i, uint32_t place) {
     occurrences_[next[entry_of[i]]++] = split_positions_[place];
   });
-  for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
-    const auto [begin, end] = spans_[entry];
-    entry_at_[occurrences_[begin]] = end - begin == 1 ? kAlone : entry;
-  }
   if (counts_ != nullptr) {
     for (uint32_t entry = p.begin; entry < p.begin + unique; ++entry) {
       uint64_t total = 0;

@@ -103,7 +103,12 @@ class Batch {
   friend class Group;
   friend class RowUpdates;
 
-  // In entry_at_: an id that occurs once, here.
+  // The id at a position of the batch. Written together: positions of a partition are anywhere, and
+  // two threads may write to one line.
+  struct Place {
+    uint32_t slot;   // or kSideRow + the side row
+    uint32_t entry;  // that occurs first here; kAlone: and nowhere else; kNoSlot: not first
+  };
   static constexpr uint32_t kAlone = kNoSlot - 1;
 
   enum Fate : uint8_t { kThere, kFailed, kRejected };
@@ -140,6 +145,8 @@ class Batch {
   void insert(Partition& p, uint32_t entry, const BatchScore& score, struct VictimQueue* queue);
   void hand_back(Partition& p, uint32_t entry, uint32_t slot);
   void initialize_row(const Initializer& initializer, uint64_t id, std::byte* to) const;
+  // Row numbers, for Table::source, of `count` positions from `first` on.
+  void rows_at(size_t first, size_t count, uint32_t* rows) const;
   void publish(const Partition& p);
   void number_rows();
   bool hands_over() const;     // evicted rows, removed ids or new entries
@@ -173,9 +180,8 @@ class Batch {
   uint64_t* entry_counts_ = nullptr;  // the sums of given counts
   Span* spans_ = nullptr;             // an entry's part of occurrences_
   uint32_t* occurrences_ = nullptr;   // positions, grouped by entry, each group in order
-  uint32_t* entry_at_ = nullptr;      // per position: the entry that occurs first there, if any
   uint8_t* entry_fate_ = nullptr;
-  uint32_t* slots_ = nullptr;      // per occurrence: its slot, or kSideRow + the side row
+  Place* places_ = nullptr;        // by position; only where rows are read or updated
   std::vector<uint32_t> missing_;  // entries, in order of first occurrence
   std::vector<uint8_t> admitted_;  // flags of the missing entries
   std::vector<std::byte> side_;    // row 0: zeros; then rejected rows

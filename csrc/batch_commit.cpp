@@ -173,8 +173,14 @@ void Batch::publish(const Partition& p) {
     if (entry_fate_[entry] != kThere || slot == kNoSlot)
       slot = kSideRow | (entry_fate_[entry] == kRejected ? entry_side_[entry] : 0);
     const auto [begin, end] = spans_[entry];
-    for (uint32_t i = begin; i < end; ++i) slots_[occurrences_[i]] = slot;
+    places_[occurrences_[begin]] = {slot, end - begin == 1 ? kAlone : entry};
+    for (uint32_t i = begin + 1; i < end; ++i) places_[occurrences_[i]] = {slot, kNoSlot};
   }
+}
+
+void Batch::rows_at(size_t first, size_t count, uint32_t* rows) const {
+  for (size_t i = 0; i < count; ++i) rows[i] = places_[first + i].slot;
+  table_->rows_of(rows, count, rows);
 }
 
 bool Batch::hands_over() const {
@@ -245,7 +251,7 @@ void Batch::commit(size_t partition, const BatchScore& score) {
       }
     }
   }
-  if (slots_ != nullptr) publish(p);
+  if (places_ != nullptr) publish(p);
   if (writes) write_rows(p, missed);
 }
 

@@ -123,7 +123,7 @@ void Group::refresh(std::span<const Segment> segments, int threads) {
   parallel_for(threads, tasks.size(), [&](size_t task) {
     Batch& batch = *stale[tasks[task].segment].batch;
     batch.locate(tasks[task].partition);
-    if (batch.slots_ != nullptr) batch.publish(batch.parts_[tasks[task].partition]);
+    if (batch.places_ != nullptr) batch.publish(batch.parts_[tasks[task].partition]);
   });
   for (const Segment& segment : stale) segment.batch->version_ = segment.table->version_;
 }
@@ -137,8 +137,7 @@ void Group::read(std::span<const Segment> segments, const Pooling& pooling, void
         const Segment& segment = segments[task.segment];
         thread_local std::vector<uint32_t> rows;
         rows.resize(last - first);
-        segment.table->rows_of(segment.batch->slots_ + (first - segment.id_begin), rows.size(),
-                               rows.data());
+        segment.batch->rows_at(first - segment.id_begin, rows.size(), rows.data());
         return Found{segment.table->source(segment.batch->side_.data()), rows.data()};
       },
       out);

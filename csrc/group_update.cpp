@@ -153,10 +153,10 @@ class RowUpdates {
     const Batch& batch = *segment_.batch;
     Row alone[kChunk + 1], repeated[kChunk + 1];  // one more: what is not counted is overwritten
     uint32_t numbers[kChunk];
-    table_.rows_of(batch.slots_ + begin, end - begin, numbers);
+    batch.rows_at(begin, end - begin, numbers);
     size_t singles = 0, others = 0;
     for (size_t position = begin; position < end; ++position) {
-      const uint32_t slot = batch.slots_[position], at = batch.entry_at_[position];
+      const auto [slot, at] = batch.places_[position];
       const uint32_t number = numbers[position - begin];
       const bool there = slot < kSideRow;
       alone[singles] = {slot, number, static_cast<uint32_t>(position), 1};
@@ -269,7 +269,7 @@ void Group::weight_gradient(std::span<const Segment> segments, const Pooling& po
     const uint32_t dim = table.config_.dim;
     const RowSource source = table.source(batch.side_.data());
     std::vector<uint32_t> rows(end - begin);
-    table.rows_of(batch.slots_ + begin, rows.size(), rows.data());
+    batch.rows_at(begin, rows.size(), rows.data());
     std::vector<float> row(dim), incoming(dim);
     for (size_t i = begin; i < end; ++i) {
       const size_t occurrence = segment.id_begin + i;
