@@ -531,6 +531,7 @@ def test_one_embedding() -> None:
         ("optimizer", ["EmbOptimType", "OptimizerArgs"]),
         ("types", ["AdmissionStrategy", "Counter", "DynamicEmbDataType"]),
         ("embedding_admission", ["FrequencyAdmissionStrategy", "KVCounter"]),
+        ("initializer", ["BaseDynamicEmbInitializer", "create_initializer_from_args"]),
     ],
 )
 def test_import_paths_of_existing_code(module: str, names: list[str]) -> None:
