@@ -145,6 +145,9 @@ struct Kernels {
   // many ids come several times; a hint, for speed only.
   size_t (*find_values)(const IndexView& index, const uint32_t* values, Uses& uses, bool repeated,
                         const uint64_t* ids, size_t n, uint32_t* found);
+  // numbers[i] = the bucket of ids[i] divided by 2^shift, which fits 16 bits.
+  void (*partition)(uint64_t num_buckets, int shift, const uint64_t* ids, size_t n,
+                    uint16_t* numbers);
   // Lowest position with an empty digest, or `width`.
   uint32_t (*free_position)(const uint8_t* digests, uint32_t width);
   // Position of the smallest (score, position) not touched by batch `stamp`, or kNoSlot. All

@@ -203,6 +203,11 @@ void find(const IndexView& index, const uint64_t* ids, size_t n, uint32_t* slots
   find128_dense(index, ids, n, slots);
 }
 
+void partition(uint64_t num_buckets, int shift, const uint64_t* ids, size_t n, uint16_t* numbers) {
+  for (size_t i = 0; i < n; ++i)
+    numbers[i] = static_cast<uint16_t>(bucket_of(hash_id(ids[i]), num_buckets) >> shift);
+}
+
 uint32_t free_position(const uint8_t* digests, uint32_t width) {
   for (uint32_t group = 0; group < width; group += 16) {
     const uint32_t mask = match16(digests + group, 0);

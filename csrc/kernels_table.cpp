@@ -10,6 +10,7 @@ Kernels table() {
   Kernels kernels{DYNAMICEMB_TEXT(DYNAMICEMB_VARIANT),
                   find,
                   find_values,
+                  partition,
                   free_position,
                   victim,
                   initialize,

@@ -20,6 +20,7 @@ namespace dynamicemb::DYNAMICEMB_VARIANT {
 void find(const IndexView&, const uint64_t*, size_t, uint32_t*);
 size_t find_values(const IndexView&, const uint32_t*, Uses&, bool, const uint64_t*, size_t,
                    uint32_t*);
+void partition(uint64_t, int, const uint64_t*, size_t, uint16_t*);
 uint32_t free_position(const uint8_t*, uint32_t);
 uint32_t victim(const Record*, uint32_t, uint32_t);
 void initialize(const Initializer&, uint64_t, float*, uint32_t);
