@@ -49,9 +49,11 @@ def source(name: str, result: dict[str, Any], command: str) -> str:
 def _ratio(row: dict[str, Any] | None) -> str:
     if row is None or row.get("ratio") is None:
         return "-"
-    text = f"{row['ratio']:.2f}"
-    over = row.get("target") is not None and row["ratio"] > row["target"]
-    return f"**{text}**" if over else text
+    ratio, target = row["ratio"], row.get("target")
+    if target is None or ratio <= target:
+        return f"{ratio:.2f}"
+    text = f"{ratio:.2f}"
+    return f"**{ratio:.3f}**" if float(text) <= target else f"**{text}**"  # by how little
 
 
 def cpu_rows(chosen: Callable[[dict[str, Any]], bool]) -> str:
