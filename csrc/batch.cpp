@@ -51,8 +51,8 @@ void Batch::plan_split() {
   partitions_ = (buckets + buckets_each - 1) / buckets_each;
   parts_.assign(partitions_, {});
   chunk_ = std::clamp(n_ / kChunks, kLeastChunk, kMostChunk);
-  constexpr size_t kPlaces = std::size(Places{}.of_partition);
-  chunk_lines_ = (partitions_ + 2 + kPlaces - 1) / kPlaces;
+  constexpr size_t kPieces = std::size(Pieces{}.of_partition);
+  chunk_lines_ = (partitions_ + 2 + kPieces - 1) / kPieces;
   pieces_.assign(chunks() * chunk_lines_, {});
 }
 

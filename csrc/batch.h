@@ -117,7 +117,7 @@ class Batch {
   };
   // What threads write at the same time lies in different pairs of lines: processors fetch two.
   static constexpr size_t kLines = 128;
-  struct alignas(kLines) Places {
+  struct alignas(kLines) Pieces {
     uint32_t of_partition[kLines / sizeof(uint32_t)] = {};
   };
   struct alignas(kLines) Partition {
@@ -168,7 +168,7 @@ class Batch {
   int partition_shift_ = 0;     // log2 of the buckets per partition
   size_t chunk_ = 1;            // ids of a chunk
   size_t chunk_lines_ = 1;      // elements of pieces_ per chunk
-  std::vector<Places> pieces_;  // of a chunk, then of the next
+  std::vector<Pieces> pieces_;  // of a chunk, then of the next
   Scratch memory_;              // of the arrays below
   std::vector<Partition> parts_;
   // The ids of each chunk and their positions, by partition.

@@ -165,3 +165,23 @@ def test_calls_from_several_python_threads() -> None:
     stats = table.stats()
     rows = contents(table)
     assert len(rows.ids.unique()) == len(rows.ids) == len(table) == stats.size
+
+
+@pytest.mark.parametrize("count", [20_000, 400_000])
+def test_a_batch_keeps_the_order_of_first_occurrences(count: int) -> None:
+    """Whatever pieces it is split in: running numbers follow the first occurrences, counts are of
+    the whole batch, and every occurrence reads the row of its id."""
+    generator = torch.Generator().manual_seed(count)
+    ids = skewed(count, count // 2, generator)
+    distinct, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    positions = torch.arange(count)
+    first = torch.full_like(distinct, count).scatter_reduce_(0, place, positions, "amin")
+    rank = torch.empty_like(first)
+    rank[first.argsort()] = torch.arange(len(first))
+    room = {"max_capacity": 2**20, "init_capacity": 2**20, "bucket_capacity": 128}
+    numbered, counted = make_table("NO_EVICTION", **room), make_table("LFU", **room)
+    for table, expected in ((numbered, rank), (counted, counts)):
+        out = table.find_or_insert(ids.to(table.device))
+        found = table.find(distinct.to(table.device))
+        assert torch.equal(found.scores.cpu(), expected)
+        assert torch.equal(out.embeddings.cpu(), found.embeddings.cpu()[place])
