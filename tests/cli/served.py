@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -97,6 +98,16 @@ class ServerProcess:
             assert time.monotonic() < end, about
             assert self.process.poll() is None
             time.sleep(0.01)
+
+    def listens(self) -> bool:
+        """Whether this process, and no other that took the port after it, listens at it."""
+        inodes = set()
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[1].endswith(f":{self.port:04X}") and fields[3] == "0A":
+                inodes.add(f"socket:[{fields[9]}]")
+        files = Path(f"/proc/{self.process.pid}/fd").iterdir()
+        return any(os.readlink(file) in inodes for file in files)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)

@@ -417,3 +417,40 @@ def test_metrics_count_requests_ids_and_misses(port: int) -> None:
     assert after["dynamicemb_delta"] == 0
     assert after["dynamicemb_following"] == 1
     assert after["dynamicemb_connections"] >= 1
+
+
+class StopsBeforeSending:
+    """A site in whose first answer the server stops, after it was decided that the connection is
+    kept and before it is free again."""
+
+    max_body = 0
+
+    def __init__(self) -> None:
+        self.answered, self.closed = threading.Event(), threading.Event()
+
+    def respond(self, request: Request) -> Response:
+        return Response((b"done",))
+
+    def done(self, response: Response, seconds: float) -> None:
+        self.answered.set()
+        assert self.closed.wait(PATIENCE_S)
+
+
+def test_a_connection_that_becomes_free_while_the_server_stops_is_closed() -> None:
+    site = StopsBeforeSending()
+    server = HttpServer(site, idle_seconds=PATIENCE_S)
+    server.start()
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", int(server.url.rpartition(":")[2]), timeout=PATIENCE_S
+    )
+    connection.request("GET", "/")
+    assert site.answered.wait(PATIENCE_S)
+    ended: list[bool] = []
+    stopping = threading.Thread(target=lambda: ended.append(server.stop(grace_seconds=PATIENCE_S)))
+    stopping.start()
+    server._accepting.join(PATIENCE_S)
+    site.closed.set()
+    assert connection.getresponse().read() == b"done"
+    stopping.join(PATIENCE_S / 2)  # far less than an idle connection is kept
+    assert ended == [True]
+    connection.close()

@@ -151,6 +151,11 @@ class _Connection:
                     return
                 left -= some
 
+    def end_of_requests(self) -> None:
+        """What has arrived can still be read, then the stream ends."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.stream.close()
@@ -220,9 +225,8 @@ class HttpServer:
         if self._accepting.is_alive():
             self._accepting.join()
         for one in waiting:
-            if not one.busy:  # what has arrived can still be read, then the stream ends
-                with contextlib.suppress(OSError):
-                    one.socket.shutdown(socket.SHUT_RD)
+            if not one.busy:
+                one.end_of_requests()
         end = time.monotonic() + grace_seconds
         for one in waiting:
             if one.thread is not None:
@@ -275,6 +279,8 @@ class HttpServer:
     def _answer(self, connection: _Connection) -> bool:
         """One request; False if it was the last."""
         connection.busy = False
+        if self._stopping:  # stop() may have looked while it was busy
+            connection.end_of_requests()
         line = connection.stream.readline(MAX_LINE + 1)
         if line in (b"\r\n", b"\n"):  # allowed between requests
             line = connection.stream.readline(MAX_LINE + 1)
