@@ -420,37 +420,48 @@ def test_metrics_count_requests_ids_and_misses(port: int) -> None:
 
 
 class StopsBeforeSending:
-    """A site in whose first answer the server stops, after it was decided that the connection is
-    kept and before it is free again."""
+    """A site whose answer is sent, to a connection that is kept, when ``go`` says so."""
 
     max_body = 0
 
     def __init__(self) -> None:
-        self.answered, self.closed = threading.Event(), threading.Event()
+        self.answered, self.go = threading.Event(), threading.Event()
 
     def respond(self, request: Request) -> Response:
         return Response((b"done",))
 
     def done(self, response: Response, seconds: float) -> None:
         self.answered.set()
-        assert self.closed.wait(PATIENCE_S)
+        assert self.go.wait(PATIENCE_S)
+
+
+class Awaited(threading.Thread):
+    """Stands for another thread; says that somebody waits for it."""
+
+    def __init__(self, thread: threading.Thread, said: threading.Event) -> None:
+        super().__init__()
+        self.thread, self.said = thread, said
+
+    def join(self, timeout: float | None = None) -> None:
+        self.said.set()
+        self.thread.join(timeout)
+
+    def is_alive(self) -> bool:
+        return self.thread.is_alive()
 
 
 def test_a_connection_that_becomes_free_while_the_server_stops_is_closed() -> None:
     site = StopsBeforeSending()
     server = HttpServer(site, idle_seconds=PATIENCE_S)
     server.start()
-    connection = http.client.HTTPConnection(
+    client = http.client.HTTPConnection(
         "127.0.0.1", int(server.url.rpartition(":")[2]), timeout=PATIENCE_S
     )
-    connection.request("GET", "/")
+    client.request("GET", "/")
     assert site.answered.wait(PATIENCE_S)
-    ended: list[bool] = []
-    stopping = threading.Thread(target=lambda: ended.append(server.stop(grace_seconds=PATIENCE_S)))
-    stopping.start()
-    server._accepting.join(PATIENCE_S)
-    site.closed.set()
-    assert connection.getresponse().read() == b"done"
-    stopping.join(PATIENCE_S / 2)  # far less than an idle connection is kept
-    assert ended == [True]
-    connection.close()
+    (connection,) = server._connections
+    assert connection.thread is not None
+    connection.thread = Awaited(connection.thread, site.go)  # stop() waits when it has looked
+    assert server.stop(grace_seconds=10.0)
+    assert client.getresponse().read() == b"done"
+    client.close()
