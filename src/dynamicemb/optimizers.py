@@ -7,6 +7,7 @@ checked pair that a table takes. Needs torch alone; fbgemm's own enum is recogni
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -150,6 +151,15 @@ _KINDS_OF_FIELD = {
 }
 
 
+_numbers_of_changes = itertools.count(1)
+_last_change = 0
+
+
+def args_changes() -> int:
+    """Another number whenever a field of any :class:`OptimizerArgs` was set."""
+    return _last_change
+
+
 @dataclass
 class OptimizerArgs:
     """The numbers of an optimizer. Each is checked when the object is made.
@@ -206,6 +216,11 @@ class OptimizerArgs:
 
     def __post_init__(self) -> None:
         self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        global _last_change
+        super().__setattr__(name, value)
+        _last_change = next(_numbers_of_changes)
 
     def validate(self) -> None:
         """Check every field; raises ``ArgumentTypeError`` or ``InvalidArgumentError``."""
@@ -332,6 +347,11 @@ class Optimizer:
         if self.kind in _ADAGRADS or self.kind is OptimizerKind.FTRL:
             return float(self.args.initial_accumulator_value)
         return 0.0
+
+    @property
+    def varies(self) -> bool:
+        """Whether an update has other numbers than the one before, also after the second."""
+        return self.kind in _BIAS_CORRECTED or self.args.lr_decay != 0
 
     def numbers(self, iteration: int) -> dict[str, Any]:
         """What one update needs, for the ``iteration``-th update (from 1): plain numbers, derived

@@ -131,6 +131,10 @@ class Life:
         self.group.update(lookup, pooling, gradient)
         return [one.cpu() for one in results]
 
+    def slow_down(self) -> None:
+        """Halve the learning rate of the last table."""
+        self.tables[-1].optimizer.args.learning_rate /= 2
+
     def state(self) -> list[torch.Tensor]:
         """All rows, scores and counts."""
         parts: list[torch.Tensor] = []
@@ -160,6 +164,9 @@ def live(shape: Shape, makes: tuple[MakeTable, MakeTable], steps: int, every: in
         results = [one.step(torch.Generator().manual_seed(number)) for one in lives]
         for place, (a, b) in enumerate(zip(*results, strict=True)):
             assert same_bits(a, b), f"step {number}, result {place}: {difference(a, b)}"
+        if number == 1:
+            for one in lives:
+                one.slow_down()
         if number % every == every - 1 or number == steps - 1:
             for place, (a, b) in enumerate(zip(*(one.state() for one in lives), strict=True)):
                 assert same_bits(a, b), f"step {number}, state {place}: {difference(a, b)}"

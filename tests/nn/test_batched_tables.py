@@ -259,3 +259,12 @@ def test_set_learning_rate_reaches_every_table() -> None:
     module(torch.tensor([1, 1]), torch.tensor([0, 1, 2])).sum().backward()
     for table in module.tables:
         assert (table.find(torch.tensor([1])).embeddings == 0.75).all()
+
+
+def test_a_gradient_cannot_be_differentiated_again() -> None:
+    module = BatchedDynamicEmbeddingTables([table_options(2)])
+    weights = torch.tensor([2.0, 3.0], requires_grad=True)
+    out = module(torch.tensor([1, 5]), torch.tensor([0, 2]), weights)
+    (gradient,) = torch.autograd.grad(out.square().sum(), weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -144,10 +144,11 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         """Where the ids of each table begin; on a GPU they are not read by the host."""
         if len(self.tables) == 1:
             return (0, count)
+        on_gpu = self.device.type != "cpu"
+        if on_gpu and batch_size and len(set(self.features)) == 1:
+            return offsets[:: batch_size * self.features[0]]  # a view: every so many offsets
         firsts = [batch_size * n for n in itertools.accumulate(self.features, initial=0)]
-        if self.device.type != "cpu":
-            if len(set(self.features)) == 1 and batch_size:  # a view: every so many offsets
-                return offsets[:: batch_size * self.features[0]]
+        if on_gpu:
             if self._first_bags is None or self._first_bags[0] != batch_size:
                 places = torch.tensor(firsts, device="cpu").to(self.device, non_blocking=True)
                 self._first_bags = batch_size, places

@@ -47,9 +47,9 @@ def module_of(key: int) -> DynamicModule:
     return module
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """A checked call: the ids to look up, and how they become the output.
+    """A checked call, not changed any more: the ids to look up, and how they become the output.
 
     ``keep``: where padding ids were left out, the places (int64) of the others among the ``count``
     ids of the call.
@@ -182,8 +182,9 @@ class DynamicModule(nn.Module, ABC):
         out = torch.empty(shape, dtype=pooling.dtype, device=self.device)
         found = None
         if self.training:
-            found = self._next_lookup(plan)
-            self._group.read(found, pooling, out)
+            with self._group.together:
+                found = self._next_lookup(plan)
+                self._group.read(found, pooling, out)
         else:
             self.evaluate(plan, out)
         if plan.keep is not None and not pooling.pooled:
@@ -232,7 +233,7 @@ class DynamicModule(nn.Module, ABC):
             plan.ids,
             plan.bounds,
             counts=counts,
-            protect=tuple(one.lookup for one in self._prefetched if one.lookup is not None),
+            protect=[one.lookup for one in self._prefetched if one.lookup is not None],
         )
 
     def _check_handle(self) -> None:
@@ -452,18 +453,28 @@ class _RowLookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found, ctx.row_lookup = ctx.row_lookup, None
-        if found is None:
-            raise UsageError(
-                "backward through a dynamic embedding a second time; allowed: one for each forward "
-                "(add losses up, or look up again)"
-            )
+        if torch.is_grad_enabled():  # create_graph: what comes out cannot be differentiated
+            return _once_differentiable(ctx, gradient)  # type: ignore[no-any-return]
+        return _backward(ctx, gradient)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    found, ctx.row_lookup = ctx.row_lookup, None
+    if found is None:
+        raise UsageError(
+            "backward through a dynamic embedding a second time; allowed: one for each forward "
+            "(add losses up, or look up again)"
+        )
+    plan: Plan = ctx.plan
+    if plan.pooling.pooled:
         _ = ctx.saved_tensors  # raises if offsets or weights were changed in place
-        module: DynamicModule = ctx.module
-        rows, weights = ctx.needs_input_grad[:2]
-        weight_gradient = module.propagate(ctx.plan, found, gradient, rows=rows, weights=weights)
-        # Where the handle is: moving a module moves it, and leaves the tables where they are.
-        handle_gradient = None if module.fused else torch.ones(1, device=module.handle.device)
-        return handle_gradient, weight_gradient, None, None
+    module: DynamicModule = ctx.module
+    rows, weights, *_ = ctx.needs_input_grad
+    weight_gradient = module.propagate(plan, found, gradient, rows=rows, weights=weights)
+    # Where the handle is: moving a module moves it, and leaves the tables where they are.
+    handle_gradient = None if module.fused else torch.ones(1, device=module.handle.device)
+    return handle_gradient, weight_gradient, None, None
+
+
+_once_differentiable = torch.autograd.function.once_differentiable(_backward)

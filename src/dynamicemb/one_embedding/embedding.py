@@ -42,7 +42,7 @@ _SNAPSHOT_KEY, _OPTIONS_KEY = "OneEmbeddingSnapshot", "OneEmbeddingKeyValueOptio
 _named: weakref.WeakValueDictionary[str, Embedding] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass
 class KeyPlan(Plan):
     """A checked call. ``numbers``: the table of each key, where there are several."""
 

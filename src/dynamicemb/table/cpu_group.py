@@ -22,6 +22,7 @@ from dynamicemb.table.rows import (
     SummedGradients,
     Written,
 )
+from dynamicemb.table.scored import batch_scores
 
 if TYPE_CHECKING:
     from dynamicemb.table.cpu import CpuTable
@@ -60,7 +61,7 @@ class CpuTableGroup(TableGroup):
         check: bool = True,
     ) -> CpuLookup:
         assert not isinstance(bounds, torch.Tensor)
-        scores = [table.batch_score() for table in self.tables]
+        scores = batch_scores(self.tables)
         batches = []
         for t, table in enumerate(self.tables):
             begin, end = bounds[t], bounds[t + 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dynamicemb.kernels import find, initialize, insert
@@ -316,7 +317,9 @@ class Batch(Entries):
         layout = self.layout
         if not layout.stamped or self.n == 0:
             return
-        now = layout.now_numbers.keep([[table.known_changes.now for table in layout.owners]])
+        now = layout.now_numbers.keep(
+            np.array([[table.known_changes.now for table in layout.owners]], dtype=np.int32)
+        )
         self._run(
             find.stamp_kernel,
             ELEMENTS,

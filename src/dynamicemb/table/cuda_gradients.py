@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from dynamicemb.kernels import gradients, rows
 from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
 from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
-from dynamicemb.kernels.layout import STEP_NAMES
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
 from dynamicemb.table.cuda_batch import Batch
@@ -143,7 +141,7 @@ def update(
     if batch.n == 0:
         return
     batch.stamp()
-    steps = _step_numbers(layout)
+    steps = layout.step_numbers.current(layout.version)
     sources = _Sources(layout, batch, pooling, gradient, steps)
     for one in layout.classes:
         flags = _flags(layout.owners[one.members[0]].optimizer, clamp)
@@ -199,7 +197,7 @@ def sums_per_entry(
     """Per class: the summed gradient of every entry, float32."""
     if batch.n == 0:
         return
-    steps = _step_numbers(layout)
+    steps = layout.step_numbers.current(layout.version)
     sources = _Sources(layout, batch, pooling, gradient, steps)
     for one in layout.classes:
         clamps = _flags(layout.owners[one.members[0]].optimizer, clamp)[-1]
@@ -285,27 +283,6 @@ def weight_gradient(
             device=batch.device,
         )
     return out
-
-
-def _step_numbers(layout: Layout) -> torch.Tensor:
-    """The numbers of every table's optimizer step, by their bits."""
-    columns: list[Any] = []
-    before: Any = None
-    column: Any = None
-    alike = True
-    for table in layout.owners:
-        key = table.iteration, table.optimizer.kind, vars(table.optimizer.args), table.dtype
-        if key != before:  # the tables of a module mostly agree
-            alike = before is None
-            before = key
-            numbers = table.optimizer.numbers(max(table.iteration, 1))
-            column = np.array([*[numbers[name] for name in STEP_NAMES], 0], dtype=np.float32)
-            column = column.view(np.int32)
-            if table.dtype is not torch.float32:  # the step is for rounding at random
-                column[-1] = numbers["step"]
-        columns.append(column)
-    values = column[:, None] if alike else np.stack(columns, axis=1)
-    return layout.step_numbers.keep(values)
 
 
 def _flags(optimizer: Optimizer, clamp: bool) -> tuple[bool, int, bool, bool, bool]:

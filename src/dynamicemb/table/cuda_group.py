@@ -22,6 +22,7 @@ from dynamicemb.table.cuda_streams import Entrance
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.numbers import NO_EVICTION_STRATEGY, TYPES
 from dynamicemb.table.rows import Bounds, Kept, Lookup, Pooling, Rows, SummedGradients, Written
+from dynamicemb.table.scored import batch_scores
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda import CudaTable
@@ -46,7 +47,8 @@ class CudaTableGroup(TableGroup):
         self.device = self.layout.device
         self._replay = Replay(self.layout)
         self._admits = any(table.admit_strategy is not None for table in self.tables)
-        self._entered = Entrance(self.tables, self.layout)
+        self._strict = [table for table in self.tables if not table.ignores_failures]
+        self._entered = self.together = Entrance(self.tables, self.layout)
 
     def _bounds(self, bounds: Bounds | None) -> torch.Tensor | None:
         if self.layout.tables == 1 or bounds is None:
@@ -145,9 +147,9 @@ class CudaTableGroup(TableGroup):
     ) -> CudaLookup:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError("a training step cannot be captured in a CUDA graph; evaluation can")
-        scores = [table.batch_score() for table in self.tables]
+        scores = batch_scores(self.tables)
         with self._entered:
-            strict = [t for t in self.tables if check and not t.ignores_failures]
+            strict = self._strict if check else []
             before = [table.failures() for table in strict]
             evicted = None
             plain = counts is None and not protect and not keep_evicted
@@ -178,12 +180,13 @@ class CudaTableGroup(TableGroup):
             return CudaLookup(batch, changes, self.layout.stream, evicted)
 
     def _may_grow(self, ids: torch.Tensor) -> bool:
-        return any(table.growth_possible(ids.shape[0]) for table in self.tables)
+        return any(table.growth_possible(ids.shape[0]) for table in self.layout.growing)
 
     def _count_changes(self, batch: Batch) -> None:
         batch.stamp()
         for table in self.tables:
             table.changes += 1
+        for table in self.layout.growing:
             table.expect(batch.n)
 
     def _number_rows(self, batch: Batch) -> None:

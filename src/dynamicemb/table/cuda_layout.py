@@ -13,6 +13,7 @@ from dynamicemb.kernels import layout as words
 from dynamicemb.kernels.dedup import DUMMIES
 from dynamicemb.kernels.launch import INTERPRETED, power_of_two
 from dynamicemb.optimizers import OptimizerKind
+from dynamicemb.table.cuda_steps import StepNumbers
 from dynamicemb.table.cuda_streams import current_stream, record
 from dynamicemb.table.cuda_workspace import Numbers, Workspaces
 from dynamicemb.table.numbers import TYPES, initializer_numbers, strategy_number
@@ -83,7 +84,7 @@ class Layout:
         self.workspaces = Workspaces(self.tables, self.device)
         self.batch_numbers = Numbers(words.BATCH_NUMBERS, self.tables, torch.int64, self.device)
         self.now_numbers = Numbers(1, self.tables, torch.int32, self.device)
-        self.step_numbers = Numbers(words.STEP_NUMBERS, self.tables, torch.int32, self.device)
+        self.step_numbers = StepNumbers(self.owners, self.device)
         # Entries, ids and hot blocks of a batch that is done: the device writes, the host reads at
         # any time.
         pinned = self.device.type == "cuda"
@@ -118,6 +119,7 @@ class Layout:
         # Whether a table writes down when rows change, and which ids leave.
         self.stamped = any(table.known_changes.stamps is not None for table in self.owners)
         self.logged = any(table.logs_removals for table in self.owners)
+        self.growing = [table for table in self.owners if table.may_grow]
         class_of = {t: one.number for one in self.classes for t in one.members}
         integers = [_integers(table, class_of[t]) for t, table in enumerate(self.owners)]
         floats = [_floats(table) for table in self.owners]
@@ -164,7 +166,7 @@ class Layout:
             and (not pooled or all(table.dim * size % 16 == 0 for table in self.owners))
         )
 
-    def marks(self) -> list[list[int]]:
+    def marks(self) -> list[Sequence[int]]:
         """Numbers of no batch of this group, with the marks of the batches that run elsewhere."""
         none = [0] * self.tables
         return [none, none, [table.mark for table in self.owners]]
@@ -173,17 +175,14 @@ class Layout:
     #: others.
     marked = True
 
-    def start_batch(self, scores: Sequence[tuple[int, int]]) -> list[list[int]]:
+    def start_batch(self, scores: Sequence[tuple[int, int]]) -> list[Sequence[int]]:
         """The numbers of the next batch: the scores that it writes, and its marks."""
+        written, times = zip(*scores, strict=True)
         newest = [
-            table.takes_newest(score) for table, (score, _) in zip(self.owners, scores, strict=True)
+            table.start_batch(score[0]) for table, score in zip(self.owners, scores, strict=True)
         ]
         self.marked = not all(newest)
-        return [
-            [signed(score) for score, _ in scores],
-            [signed(time) for _, time in scores],
-            [table.next_mark() for table in self.owners],
-        ]
+        return [written, times, [table.mark for table in self.owners]]
 
 
 def signed(value: int) -> int:

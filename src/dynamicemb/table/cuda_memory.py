@@ -126,18 +126,17 @@ class CudaMemory(DeviceTable):
         """The table's tensors were replaced, or its numbers changed."""
         self.layout_version += 1
 
-    def next_mark(self) -> int:
-        """What the batch that starts now marks the slots with that it uses."""
+    def start_batch(self, score: int) -> bool:
+        """A batch starts that has ``score`` and another ``mark``. Returns whether it writes the
+        score to all its rows, and it is above all others."""
         self.mark += 1
         if self.mark == 256:
             self.touched.zero_()
             self.mark = 1
-        return self.mark
-
-    def takes_newest(self, score: int) -> bool:
-        """Whether ``score``, which a batch writes to all its rows now, is above all others."""
-        before, self.newest_score = self.newest_score, max(self.newest_score, score)
-        return self._batch_scores and score > before
+        if score <= self.newest_score:
+            return False
+        self.newest_score = score
+        return self._batch_scores
 
     def enter(self) -> None:
         """Called before work on the table: order it after work on another stream."""

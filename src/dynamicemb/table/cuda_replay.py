@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ class Replay:
         )
 
     def train(
-        self, ids: torch.Tensor, bounds: torch.Tensor | None, numbers: list[list[int]]
+        self, ids: torch.Tensor, bounds: torch.Tensor | None, numbers: Sequence[Sequence[int]]
     ) -> Batch:
         """The batch of a training step, found, inserted, with new rows initialised. No table grows
         or asks for admission. ``numbers``: of the batch."""

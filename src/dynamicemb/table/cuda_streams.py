@@ -35,7 +35,9 @@ class Entrance:
 
     def __init__(self, tables: Sequence[CudaTable], layout: Layout) -> None:
         self._tables, self._layout = tables, layout
-        self._locks = [table.lock for table in sorted(tables, key=id)]
+        locks = [table.lock for table in sorted(tables, key=id)]
+        self._acquire = [lock.acquire for lock in locks]
+        self._release = [lock.release for lock in locks]
         self._cuda = layout.device.type == "cuda"
         self._thread = self._depth = 0
         self._device_before = -1
@@ -45,8 +47,8 @@ class Entrance:
         if self._thread == thread:
             self._depth += 1
             return self._layout
-        for lock in self._locks:
-            lock.acquire()
+        for acquire in self._acquire:
+            acquire()
         self._thread, self._depth = thread, 1
         try:
             if self._cuda:
@@ -59,8 +61,9 @@ class Entrance:
 
     def _order_streams(self) -> None:
         index = self._layout.device.index
-        if torch.cuda.current_device() != index:
-            self._device_before = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
+        if device != index:
+            self._device_before = device
             torch.cuda.set_device(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
         for table in self._tables:
@@ -77,5 +80,5 @@ class Entrance:
         if self._device_before >= 0:
             before, self._device_before = self._device_before, -1
             torch.cuda.set_device(before)
-        for lock in self._locks:
-            lock.release()
+        for release in self._release:
+            release()

@@ -168,12 +168,14 @@ class Numbers:
         cuda = device.type == "cuda"
         staging = torch.zeros(self.ROUNDS, rows, tables, dtype=dtype, device="cpu", pin_memory=cuda)
         self._arrays = list(staging.numpy())
+        if dtype is torch.int64:  # the bits of unsigned numbers
+            self._arrays = [one.view(np.uint64) for one in self._arrays]
         self._places = [_words(one) for one in staging]
         self.words = _words(self.device_tensor)  # what a kernel writes
         self.count = len(self.words)
         self._done: list[Any] = [None, None]  # when the copies of each half are
         self._next = 0
-        self._last: Any = None
+        self._last = b""
 
     def stage(self, values: Any) -> torch.Tensor:
         """``values`` (rows of numbers, one per table) in pinned memory, as int32. A kernel that
@@ -201,10 +203,11 @@ class Numbers:
         )
         return self.device_tensor
 
-    def keep(self, values: Any) -> torch.Tensor:
+    def keep(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         """:meth:`write`, unless these were kept last."""
-        if self._last is None or not np.array_equal(self._last, values):
-            self._last = values
+        kept = values.tobytes()
+        if kept != self._last:
+            self._last = kept
             self.write(values)
         return self.device_tensor
 

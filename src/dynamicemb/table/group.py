@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -19,6 +21,8 @@ class TableGroup(ABC):
     """
 
     tables: Sequence[Table]
+    #: Entered around several calls of one thread, it may make them cheaper.
+    together: AbstractContextManager[Any] = nullcontext()
 
     @abstractmethod
     def evaluate(

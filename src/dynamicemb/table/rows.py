@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -109,8 +110,7 @@ class TableStats:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Pooling:
+class Pooling(NamedTuple):
     """How the ids of a call become output rows.
 
     mode NONE: output [n, dim], row i for id i. SUM, MEAN: output [batch_size, sum of the features'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dynamicemb.errors import UsageError, check_integer, wrong_type
 from dynamicemb.options import (
@@ -20,10 +20,25 @@ _last_reading = 0
 
 def timestamp_clock() -> int:
     """Nanoseconds since the epoch, never the same and never less than before in this process."""
+    return _readings(1)
+
+
+def _readings(count: int) -> int:
+    """The first of ``count`` readings of the clock, each one more than that before."""
     global _last_reading
     with _clock_lock:
-        _last_reading = max(_last_reading + 1, time.time_ns())
-        return _last_reading
+        first = max(_last_reading + 1, time.time_ns())
+        _last_reading = first + count - 1
+        return first
+
+
+def batch_scores(tables: Sequence[ScoredTable]) -> list[tuple[int, int]]:
+    """:meth:`ScoredTable.batch_score` of each table."""
+    for table in tables:
+        if table._clock_function is not timestamp_clock or not table.by_time:
+            return [one.batch_score() for one in tables]
+    first = _readings(len(tables))
+    return [(first + t, 0) for t in range(len(tables))]
 
 
 class ScoredTable:
@@ -36,6 +51,7 @@ class ScoredTable:
         if clock is not None and not callable(clock):
             raise wrong_type("clock", clock, "None or a function that returns nanoseconds")
         self._clock_function = timestamp_clock if clock is None else clock
+        self.by_time = self.options.score_strategy is DynamicEmbScoreStrategy.TIMESTAMP
         self._step = 1
         self._custom_score: int | None = None
 
@@ -94,14 +110,14 @@ class ScoredTable:
 
     def batch_score(self) -> tuple[int, int]:
         """(score, timestamp) for the batch that is about to be written."""
-        self.check_can_score()
         strategy = self.options.score_strategy
-        if isinstance(strategy, tuple):
-            return 0, self._clock()
         if strategy is DynamicEmbScoreStrategy.TIMESTAMP:
             return self._clock(), 0
         if strategy is DynamicEmbScoreStrategy.STEP:
             return self._step, 0
+        if isinstance(strategy, tuple):
+            return 0, self._clock()
+        self.check_can_score()
         if strategy is DynamicEmbScoreStrategy.CUSTOMIZED:
             assert self._custom_score is not None
             return self._custom_score, 0
