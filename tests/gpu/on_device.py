@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import full_buckets  # noqa: E402
 from lives import SHAPES, Shape, live  # noqa: E402
 
 from dynamicemb.optimizers import OptimizerArgs  # noqa: E402
@@ -62,6 +63,19 @@ def main() -> int:
                 text = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
                 outcome = f"DIFFERENT {text[-600:]}"
             print(f"{name}, {size}: {outcome} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    if args.steps:
+        for seed in range(3 * len(full_buckets.WIDTHS)):
+            try:
+                served = full_buckets.live(MAKES, seed, 40 * args.steps)
+                outcome = f"equal, {served} rows left by a queue"
+            except AssertionError as error:
+                failures += 1
+                outcome = f"DIFFERENT {str(error)[-600:]}"
+            print(f"full buckets, seed {seed}: {outcome}", flush=True)
+        for how in ("train", "insert", "assign"):
+            left = [full_buckets.lowered(make, how) for make in MAKES]
+            failures += left != [[0, 1, 31, 2]] * 2
+            print(f"full buckets, score lowered by {how}: {left}", flush=True)
     generator = random.Random(args.seed)
     end = time.perf_counter() + args.seconds
     lives = 0

@@ -26,15 +26,16 @@ for name in sys.argv[4:]:
 """
 
 
-def run(steps: int, names: list[str]) -> None:
+def run(script: str, steps: int, names: list[str]) -> str:
     """In a process of its own: the interpreter is chosen when kernels are imported."""
     out = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(HERE), str(HERE.parent), str(steps), *names],
+        [sys.executable, "-c", script, str(HERE), str(HERE.parent), str(steps), *names],
         capture_output=True,
         text=True,
         timeout=900,
     )
     assert out.returncode == 0, out.stderr[-3000:]
+    return out.stdout
 
 
 def names() -> list[str]:
@@ -46,6 +47,40 @@ def names() -> list[str]:
     return list(SHAPES)
 
 
+FULL_BUCKETS = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path[:0] = sys.argv[1:3]
+import interpreter
+from dynamicemb.table.cpu import CpuTable
+from dynamicemb.table import cuda_batch
+from full_buckets import live
+cuda_batch.PLACES, cuda_batch.COMMITTED = 8, 16  # so that the ids of a bucket meet other programs
+for seed in sys.argv[4:]:
+    print(live((CpuTable, interpreter.new_table), int(seed), int(sys.argv[3])))
+"""
+LOWERED = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path[:0] = sys.argv[1:3]
+import interpreter
+from full_buckets import lowered
+for how in sys.argv[4:]:
+    print(*lowered(interpreter.new_table, how))
+"""
+
+
+def test_full_buckets_let_go_what_the_engine_lets_go() -> None:
+    seeds = ["0", "3", "5", "11"]  # of 16, 64, 16, 32 slots; TIMESTAMP twice, STEP, CUSTOMIZED
+    out = run(FULL_BUCKETS, 30, seeds)
+    assert all(int(served) > 5 for served in out.split())
+
+
+def test_a_row_whose_score_was_lowered_leaves_before_those_in_the_queue() -> None:
+    out = run(LOWERED, 0, ["train", "insert", "assign"])
+    assert out.splitlines() == ["0 1 31 2"] * 3
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_the_interpreter_gives_the_bits_of_the_engine(part: int) -> None:
-    run(3, names()[part::2])
+    run(SCRIPT, 3, names()[part::2])

@@ -19,12 +19,14 @@ from dynamicemb.kernels.layout import (
     DIGESTS,
     FAILED,
     GONE,
+    HEAD,
     HEADS,
     KEYS,
     LFU,
     MARK,
     NO_EVICTION,
     PAIR,
+    QUEUES,
     RECORD,
     REJECTED,
     SCORE,
@@ -38,6 +40,7 @@ from dynamicemb.kernels.layout import (
     of_class,
     table_of,
 )
+from dynamicemb.kernels.queues import QUEUE, empty_queue
 from dynamicemb.kernels.rows import load_rows, store_rows
 
 
@@ -198,8 +201,11 @@ def find_kernel(
                 tl.store(times_at.to(tl.pointer_type(tl.int64)), now, mask=hit)
             if MARKED and STRATEGY != NO_EVICTION:
                 touch(meta_ptr, batch_ptr, tables, table, slot, hit)
-            heads_at = field(meta_ptr, tables, HEADS, table, wanted) + buckets * 4
+            heads_at = field(meta_ptr, tables, HEADS, table, wanted) + buckets * HEAD
             heads = heads_at.to(tl.pointer_type(tl.int32))
+            if MARKED:  # the score may not be a new one
+                queues = field(meta_ptr, tables, QUEUES, table, wanted)
+                empty_queue(queues + buckets * QUEUE, wanted & (queues != 0))
             missing = wanted & (hit == 0)
             before = tl.atomic_xchg(heads, e, mask=missing, sem="relaxed")
             tl.store(next_ptr + e, before, mask=missing)

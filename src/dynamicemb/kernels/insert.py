@@ -23,19 +23,23 @@ from dynamicemb.kernels.layout import (
     BUCKETS,
     COUNTERS,
     DIGESTS,
+    EVICTED,
     EVICTIONS,
     FAILED,
     FAILURES,
     GONE,
+    HEAD,
     HEADS,
     HITS,
     INSERTS,
     KEYS,
     LFU,
+    LISTED_AT,
     MARK,
     MISSES,
     NO_EVICTION,
     PAIR,
+    QUEUES,
     RECORD,
     REJECTED,
     REJECTIONS,
@@ -49,9 +53,8 @@ from dynamicemb.kernels.layout import (
     field,
     of_class,
 )
+from dynamicemb.kernels.queues import QUEUE, SIGN, fill_queues, take_queued
 
-#: The top bit of 64.
-SIGN = tl.constexpr(-(2**63))
 #: Added to the number of victims of a bucket that has free slots.
 PARTLY = tl.constexpr(1 << 16)
 
@@ -59,16 +62,20 @@ PARTLY = tl.constexpr(1 << 16)
 @kernel
 def place_kernel(
     ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, found_ptr, next_ptr,
-    choice_ptr, free_ptr, work_ptr, victims_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, SCANNED: tl.constexpr, ONE: tl.constexpr,
-    ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr, FREE: tl.constexpr, MARKED: tl.constexpr,
+    choice_ptr, fresh_ptr, free_ptr, work_ptr, victims_ptr, low_ptr, WIDTH: tl.constexpr,
+    LINE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SCANNED: tl.constexpr,
+    ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr, FREE: tl.constexpr,
+    MARKED: tl.constexpr, QUEUED: tl.constexpr,
 ):  # fmt: skip
     """choice[e] of a missing entry: its slot, FAILED, or -2 - q: the q-th slot its bucket evicts.
+    fresh[e] is EVICTED if its slot is that of a row, else 0.
 
-    The first evicting entry of a bucket, its leader, finds the slots that the bucket evicts, see
-    ``victims_of``; where they are in ``victims`` is written behind the heads of the lists. ``work``
-    counts victims. SCANNED: buckets that a program scans at a time. FREE: the free slots are known;
-    see ``find_kernel``.
+    QUEUED: positions of a queue. Where there are any, a full bucket evicts what its queue says, and
+    ``low`` lists the first evicting entries of buckets whose queues are to be filled. Otherwise,
+    and where a queue has too few, the first evicting entry of a bucket, its leader, finds the slots
+    that the bucket evicts, see ``victims_of``; where they are in ``victims`` is written to the
+    bucket's head. work[0] counts victims, work[1] low queues. SCANNED: buckets that a program scans
+    at a time. FREE: the free slots are known; see ``find_kernel``.
     """
     count = tl.load(count_ptr)
     start = tl.program_id(0) * BLOCK
@@ -80,11 +87,9 @@ def place_kernel(
         missing = of_class(meta_ptr, tables, table, missing, number, ONE_CLASS)
         if tl.max(missing.to(tl.int32), axis=0) > 0:
             ids = tl.load(ids_ptr + e, mask=missing, other=0)
-            count_of_buckets = field(meta_ptr, tables, BUCKETS, table, missing)
-            buckets = bucket_of(hash_id(ids), count_of_buckets)
-            heads_at = field(meta_ptr, tables, HEADS, table, missing)
-            heads = (heads_at + buckets * 4).to(tl.pointer_type(tl.int32))
-            current = tl.load(heads, mask=missing, other=-1)
+            buckets = bucket_of(hash_id(ids), field(meta_ptr, tables, BUCKETS, table, missing))
+            heads = field(meta_ptr, tables, HEADS, table, missing) + buckets * HEAD
+            current = tl.load(heads.to(tl.pointer_type(tl.int32)), mask=missing, other=-1)
             rank = tl.zeros([BLOCK], tl.int32)
             length = tl.zeros([BLOCK], tl.int32)
             while tl.max(current, axis=0) >= 0:
@@ -121,16 +126,33 @@ def place_kernel(
             choice = tl.where(order < 0, (slots + position).to(tl.int32), -2 - order)
             if STRATEGY == NO_EVICTION:
                 choice = tl.where(order < 0, choice, FAILED)
+            leads = missing & (order == 0)
+            fresh = tl.zeros([BLOCK], tl.uint8)
+            if QUEUED > 0:
+                evicting = missing & (order >= 0)
+                if tl.max(evicting.to(tl.int32), axis=0) > 0:
+                    scores = field(meta_ptr, tables, SCORES, table, missing) + slots * RECORD
+                    full = evicting & (free == 0)
+                    queues = field(meta_ptr, tables, QUEUES, table, full) + buckets * QUEUE
+                    queued, enough = take_queued(queues, scores, order, length, full, QUEUED)
+                    served = full & (enough > 0)
+                    choice = tl.where(served, (slots + queued).to(tl.int32), choice)
+                    fresh = tl.where(served, EVICTED, 0).to(tl.uint8)
+                    low = (leads & (enough < 2)).to(tl.int32)
+                    lows = tl.sum(low, axis=0)
+                    if lows > 0:
+                        at = tl.atomic_add(work_ptr + 1, lows, sem="relaxed")
+                        tl.store(low_ptr + at + tl.cumsum(low, axis=0) - 1, e, mask=low > 0)
+                    leads = leads & (served == 0)
             tl.store(choice_ptr + e, choice, mask=missing)
+            tl.store(fresh_ptr + e, fresh, mask=missing)
             if STRATEGY != NO_EVICTION:
-                leads = missing & (order == 0)
                 leading = tl.sum(leads.to(tl.int32), axis=0)
                 if leading > 0:
                     wanted = tl.where(leads, tl.minimum(length - free, WIDTH), 0)
                     bases = tl.atomic_add(work_ptr, tl.sum(wanted, axis=0), sem="relaxed")
                     bases = bases + tl.cumsum(wanted, axis=0) - wanted
-                    bases_at = heads_at + (count_of_buckets + buckets) * 4
-                    tl.store(bases_at.to(tl.pointer_type(tl.int32)), bases, mask=leads)
+                    tl.store((heads + LISTED_AT).to(tl.pointer_type(tl.int32)), bases, mask=leads)
                     # Leaders side by side: the k-th is picked out by its number.
                     numbers = tl.where(leads, tl.cumsum(leads.to(tl.int32), axis=0) - 1, -1)
                     wanted = tl.where(free > 0, wanted + PARTLY, wanted)
@@ -220,20 +242,38 @@ def count_up(counters, row, flags, mask):
 @kernel
 def commit_kernel(
     ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, entry_counts_ptr,
-    found_ptr, choice_ptr, victims_ptr, slots_ptr, fresh_ptr, new_ptr, new_count_ptr,
-    evicted_ids_ptr, evicted_scores_ptr, evicted_times_ptr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
-    TRAIN: tl.constexpr, KEEP: tl.constexpr, DIRECT: tl.constexpr,
+    found_ptr, choice_ptr, work_ptr, victims_ptr, low_ptr, slots_ptr, fresh_ptr, new_ptr,
+    new_count_ptr, evicted_ids_ptr, evicted_scores_ptr, evicted_times_ptr, filling,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr,
+    STRATEGY: tl.constexpr, TRAIN: tl.constexpr, KEEP: tl.constexpr, QUEUED: tl.constexpr,
+    FILLED: tl.constexpr,
 ):  # fmt: skip
     """Writes newcomers into the index, clears lists, counts.
 
     slots[e]: where the entry is now, or why not. fresh[e]: 0 was there or failed, 1 took a free
     slot, 2 evicted. new: the entries that took a slot, in any order. KEEP: ids and scores of the
-    evicted. DIRECT: choice[e] is the slot in any case, and victims[e] says whether it is an evicted
-    one.
+    evicted. The first ``filling`` programs fill queues instead, FILLED at a time; QUEUED: as of
+    ``place_kernel``.
     """
+    if QUEUED > 0:
+        if tl.program_id(0) < filling:
+            lows = tl.load(work_ptr + 1)
+            begin = tl.program_id(0) * FILLED
+            while begin < lows:
+                place = begin + tl.arange(0, FILLED)
+                mask = place < lows
+                e = tl.load(low_ptr + place, mask=mask, other=0)
+                table = entry_table(tables_ptr, e, mask, ONE)
+                hashes = hash_id(tl.load(ids_ptr + e, mask=mask, other=0))
+                buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, mask))
+                queues = field(meta_ptr, tables, QUEUES, table, mask) + buckets * QUEUE
+                keys = field(meta_ptr, tables, KEYS, table, mask) + buckets * (WIDTH * RECORD)
+                now = field(batch_ptr, tables, SCORE, table, mask)
+                fill_queues(queues, keys, now, mask, WIDTH, QUEUED, FILLED)
+                begin += filling * FILLED
+            return
     count = tl.load(count_ptr)
-    start = tl.program_id(0) * BLOCK
+    start = (tl.program_id(0) - filling) * BLOCK
     while start < count:  # mostly once
         e = start + tl.arange(0, BLOCK)
         mask = e < count
@@ -255,24 +295,18 @@ def commit_kernel(
             ids = tl.load(ids_ptr + e, mask=missing, other=0)
             choice = tl.load(choice_ptr + e, mask=missing, other=FAILED)
             hashes = hash_id(ids)
-            count_of_buckets = field(meta_ptr, tables, BUCKETS, table, missing)
-            buckets = bucket_of(hashes, count_of_buckets)
-            heads_at = field(meta_ptr, tables, HEADS, table, missing)
-            if DIRECT:
-                inserted = missing & (choice >= 0)
-                evicts = inserted & (tl.load(victims_ptr + e, mask=inserted, other=0) != 0)
-                free = inserted & (evicts == 0)
-                slot = choice.to(tl.int64)
-            else:
-                order = -2 - choice
-                evicts = missing & (order >= 0) & (order < WIDTH)
-                bases = heads_at + (count_of_buckets + buckets) * 4
-                base = tl.load(bases.to(tl.pointer_type(tl.int32)), mask=evicts, other=0)
-                victim = tl.load(victims_ptr + base + order, mask=evicts, other=-1)
-                evicts = evicts & (victim >= 0)
-                free = missing & (choice >= 0)
-                inserted = free | evicts
-                slot = tl.where(evicts, buckets * WIDTH + victim, choice.to(tl.int64))
+            buckets = bucket_of(hashes, field(meta_ptr, tables, BUCKETS, table, missing))
+            heads = field(meta_ptr, tables, HEADS, table, missing) + buckets * HEAD
+            order = -2 - choice
+            listed = missing & (order >= 0) & (order < WIDTH)
+            bases = (heads + LISTED_AT).to(tl.pointer_type(tl.int32))
+            base = tl.load(bases, mask=listed, other=0)
+            victim = tl.load(victims_ptr + base + order, mask=listed, other=-1)
+            listed = listed & (victim >= 0)
+            inserted = listed | (missing & (choice >= 0))
+            evicts = listed | (tl.load(fresh_ptr + e, mask=inserted, other=0) == EVICTED)
+            free = inserted & (evicts == 0)
+            slot = tl.where(listed, buckets * WIDTH + victim, choice.to(tl.int64))
             keys = (field(meta_ptr, tables, KEYS, table, inserted) + slot * RECORD).to(
                 tl.pointer_type(tl.int64)
             )
@@ -288,7 +322,7 @@ def commit_kernel(
                 if STRATEGY == PAIR:
                     before = tl.load(times, mask=evicts, other=0)
                     tl.store(evicted_times_ptr + e, before, mask=evicts)
-            tl.store((heads_at + buckets * 4).to(tl.pointer_type(tl.int32)), -1, mask=missing)
+            tl.store(heads.to(tl.pointer_type(tl.int32)), -1, mask=missing)
             tl.store(keys, ids, mask=inserted)
             digests = field(meta_ptr, tables, DIGESTS, table, inserted) + slot
             tl.store(
@@ -325,7 +359,7 @@ def commit_kernel(
                 count_up(counters, REJECTIONS, rejected, own)
                 count_up(counters, SIZE, free, own)
                 first += 1
-        start += tl.num_programs(0) * BLOCK
+        start += (tl.num_programs(0) - filling) * BLOCK
 
 
 @kernel

@@ -15,7 +15,7 @@ KEYS = tl.constexpr(1)  # int64 per slot, followed by its score
 SCORES = tl.constexpr(2)  # 8 bytes after the keys
 TIMES = tl.constexpr(3)  # int64 per slot, of the pair strategy
 TOUCHED = tl.constexpr(4)  # uint8 per slot: the number of the batch that used it last
-HEADS = tl.constexpr(5)  # int32 per bucket, all -1 between batches
+HEADS = tl.constexpr(5)  # HEAD bytes per bucket: see below
 ROWS = tl.constexpr(6)
 STATE = tl.constexpr(7)
 BUCKETS = tl.constexpr(8)
@@ -23,10 +23,16 @@ SEED = tl.constexpr(9)
 CLASS = tl.constexpr(10)
 COUNTERS = tl.constexpr(11)  # int64 [8]
 STAMPS = tl.constexpr(12)  # int32 per slot: when its row changed last; 0: not written down
-INTEGERS = 13
+QUEUES = tl.constexpr(13)  # QUEUE bytes per bucket: see kernels/queues.py
+INTEGERS = 14
 
 #: Bytes from the id, or the score, of a slot to that of the next: one access brings both.
 RECORD = tl.constexpr(16)
+
+#: Bytes of a bucket's head: the first of its newcomers, int32, -1 between batches; where the slots
+#: that it evicts are listed in a batch, int32.
+HEAD = tl.constexpr(8)
+LISTED_AT = tl.constexpr(4)
 
 #: Rows of a batch's array, int64 [BATCH_NUMBERS, tables].
 SCORE = tl.constexpr(0)  # what rows that the batch meets take as score

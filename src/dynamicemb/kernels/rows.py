@@ -9,6 +9,7 @@ from dynamicemb.kernels.launch import kernel
 from dynamicemb.kernels.layout import (
     EVICTED,
     MISSING,
+    QUEUES,
     RECORD,
     REJECTED,
     ROWS,
@@ -20,6 +21,7 @@ from dynamicemb.kernels.layout import (
     table_of,
 )
 from dynamicemb.kernels.numbers import bytes_of, narrow, row_starts, typed, widen
+from dynamicemb.kernels.queues import QUEUE, empty_queue
 
 #: Entries that :func:`write_kernel` writes.
 EVERY, STAYING, LISTED = map(tl.constexpr, range(3))
@@ -169,14 +171,15 @@ def bags_kernel(offsets_ptr, bags, count, bag_of_ptr, BLOCK: tl.constexpr):
 @kernel
 def write_kernel(
     entries_ptr, count_ptr, slots_ptr, last_ptr, embeddings_ptr, state_ptr, scores_ptr, meta_ptr,
-    tables, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr,
-    STATE_DIM: tl.constexpr, STATE_COLUMNS: tl.constexpr, STATE_STRIDE: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, STATED: tl.constexpr, SCORED: tl.constexpr,
-    PART: tl.constexpr,
+    tables, width, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
+    TYPE: tl.constexpr, STATE_DIM: tl.constexpr, STATE_COLUMNS: tl.constexpr,
+    STATE_STRIDE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, STATED: tl.constexpr,
+    SCORED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Writes given rows of one table: embeddings, then state and scores where they are given; the
     data of entry e are at last[e]. PART: EVERY entry; those that evicted nothing (STAYING), as
-    ``entries`` says of each, see ``commit_kernel``; those that ``entries`` lists (LISTED)."""
+    ``entries`` says of each, see ``commit_kernel``; those that ``entries`` lists (LISTED).
+    ``width``: slots of a bucket."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = e < tl.load(count_ptr)
     if PART == STAYING:
@@ -205,6 +208,8 @@ def write_kernel(
             at = field(meta_ptr, tables, SCORES, table, mask) + slot * RECORD
             value = tl.load(scores_ptr + place * WORDS + (WORDS - 1), mask=mask, other=0)
             tl.store(at.to(tl.pointer_type(tl.int64)), value, mask=mask)
+            queues = field(meta_ptr, tables, QUEUES, table, mask)
+            empty_queue(queues + slot // width * QUEUE, mask & (queues != 0))
             if WORDS == 2:
                 at = field(meta_ptr, tables, TIMES, table, mask) + slot * 8
                 value = tl.load(scores_ptr + place * 2, mask=mask, other=0)

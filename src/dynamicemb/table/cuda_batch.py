@@ -31,6 +31,9 @@ COMMITTED = 512 if INTERPRETED else 128
 #: Slots that one program looks at for the lowest scores, at a time. More take more registers, and
 #: so more time where nothing is evicted.
 SCANNED_SLOTS = 2048 if INTERPRETED else 128
+#: Queues that a program fills at a time, and programs that do so.
+FILLED = 16 if INTERPRETED else 4
+FILLING_PROGRAMS = 1 if INTERPRETED else 132 * 4
 #: Programs of launches whose work only the device knows.
 ROW_PROGRAMS = 2 if INTERPRETED else 132 * 16
 #: More newcomers per bucket than this are ranked by a sort instead of by lists.
@@ -151,16 +154,19 @@ class Batch(Entries):
             marks = marked or direct
             free = not direct and one.width == one.line
             self._find(one, found, codes, counts, following, write=True, marked=marks, free=free)
+            # Scores that rows get must be new ones, and what is free must be known.
+            queued = one.queued if free and not marked else 0
             if direct:
-                victims = torch.zeros(self.n, dtype=torch.uint8, device=self.device)
                 for t in one.members:
-                    place_sorted(self, t, one, found, choice, victims)
+                    place_sorted(self, t, one, found, choice)
             else:
-                victims = self._place(one, found, following, choice, marked, free)
+                self._place(one, found, following, choice, marked, free, queued)
             pointers = self.ids
-            self._run_entries(
+            committing = blocks(self.entries_guess, COMMITTED)
+            filling = min(blocks(self.entries_guess, 4 * FILLED), FILLING_PROGRAMS) if queued else 0
+            launch(
                 insert.commit_kernel,
-                COMMITTED,
+                committing + filling,
                 (
                     self.ids,
                     self.tables,
@@ -172,7 +178,9 @@ class Batch(Entries):
                     pointers if counts is None else counts,
                     found,
                     choice,
-                    victims,
+                    space.class_work[one.number],
+                    space.victims,
+                    space.low,
                     self.slots,
                     self.fresh,
                     space.new,
@@ -180,6 +188,7 @@ class Batch(Entries):
                     self.evicted_ids,
                     self.evicted_scores,
                     self.evicted_times,
+                    filling,
                 ),
                 (
                     one.width,
@@ -189,9 +198,11 @@ class Batch(Entries):
                     one.strategy,
                     train,
                     keep_evicted,
-                    direct,
+                    queued,
+                    FILLED,
                 ),
                 warps=4,
+                device=self.device,
             )
 
     def _place(
@@ -202,8 +213,9 @@ class Batch(Entries):
         choice: torch.Tensor,
         marked: bool,
         free: bool,
-    ) -> torch.Tensor:
-        """Slots from the buckets' lists; returns the victims that ``choice`` refers to."""
+        queued: int,
+    ) -> None:
+        """Slots from the buckets' lists and queues."""
         layout, space = self.layout, self.space
         padded = power_of_two(one.width)
         self._run_entries(
@@ -220,9 +232,11 @@ class Batch(Entries):
                 found,
                 following,
                 choice,
+                self.fresh,
                 space.free,
                 space.class_work[one.number],
                 space.victims,
+                space.low,
             ),
             (
                 one.width,
@@ -235,10 +249,10 @@ class Batch(Entries):
                 one.strategy,
                 free,
                 marked,
+                queued,
             ),
             warps=PLACE_WARPS,
         )
-        return space.victims
 
     # ---- rows ----
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynamicemb.kernels.layout import FAILED, GONE
+from dynamicemb.kernels.layout import EVICTED, FAILED, GONE
 from dynamicemb.table.numbers import NO_EVICTION_STRATEGY
 
 if TYPE_CHECKING:
@@ -20,10 +20,9 @@ def place_sorted(
     one: TableClass,
     found: torch.Tensor,
     choice: torch.Tensor,
-    victims: torch.Tensor,
 ) -> None:
-    """The same slots by sorting, for buckets that are wide or get many newcomers. Waits for the
-    device."""
+    """What ``place_kernel`` chooses, by sorting, for buckets that are wide or get many newcomers.
+    Waits for the device."""
     table = batch.layout.owners[t]
     used = int(batch.count)
     missing = found[:used] == GONE.value
@@ -53,7 +52,8 @@ def place_sorted(
         if len(old):
             slot = torch.where(evicts, old[at], slot)
     choice[entries] = slot.to(torch.int32)
-    victims[entries] = evicts.to(torch.uint8)
+    batch.fresh[entries] = torch.where(evicts, EVICTED.value, 0).to(torch.uint8)
+    table.empty_queues()
 
 
 def _by_bucket(

@@ -12,11 +12,19 @@ import torch
 from dynamicemb.kernels import layout as words
 from dynamicemb.kernels.dedup import DUMMIES
 from dynamicemb.kernels.launch import INTERPRETED, power_of_two
+from dynamicemb.kernels.queues import LONGEST
 from dynamicemb.optimizers import OptimizerKind
 from dynamicemb.table.cuda_steps import StepNumbers
 from dynamicemb.table.cuda_streams import current_stream, record
 from dynamicemb.table.cuda_workspace import Numbers, Workspaces
-from dynamicemb.table.numbers import TYPES, initializer_numbers, strategy_number
+from dynamicemb.table.numbers import (
+    LFU_STRATEGY,
+    NO_EVICTION_STRATEGY,
+    PAIR_STRATEGY,
+    TYPES,
+    initializer_numbers,
+    strategy_number,
+)
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda import CudaTable
@@ -53,6 +61,14 @@ class TableClass:
     def line(self) -> int:
         """Digests that are read at a time."""
         return next(line for line in (128, 64, 32, 16) if self.width % line == 0)
+
+    @cached_property
+    def queued(self) -> int:
+        """Positions in the queue of what a bucket evicts, or 0; see kernels/queues.py."""
+        if self.strategy in (LFU_STRATEGY, PAIR_STRATEGY, NO_EVICTION_STRATEGY):
+            return 0
+        longest: int = LONGEST.value
+        return min(longest, self.width - 1)
 
     @cached_property
     def columns(self) -> int:
@@ -224,6 +240,7 @@ def _integers(table: CudaTable, number: int) -> list[int]:
         (words.TIMES, table.times),
         (words.TOUCHED, table.touched),
         (words.HEADS, table.heads),
+        (words.QUEUES, table.queues),
         (words.ROWS, table.rows),
         (words.STATE, table.state),
         (words.COUNTERS, table.counters),

@@ -10,6 +10,7 @@ import torch
 
 from dynamicemb.errors import OutOfMemoryError, check_integer
 from dynamicemb.kernels.layout import COUNTER_NAMES
+from dynamicemb.kernels.queues import QUEUE
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.table.cuda_changes import Changes
 from dynamicemb.table.cuda_streams import current_stream, record
@@ -38,6 +39,7 @@ class CudaMemory(DeviceTable):
     times: torch.Tensor | None
     touched: torch.Tensor
     heads: torch.Tensor
+    queues: torch.Tensor | None
     rows: torch.Tensor
     state: torch.Tensor
 
@@ -67,8 +69,8 @@ class CudaMemory(DeviceTable):
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def _index(self, buckets: int) -> dict[str, torch.Tensor | None]:
-        """An empty index: 18.1 bytes per slot of usual buckets, 8 more for the pair strategy."""
-        slots = buckets * self._width
+        """An empty index: 18.3 bytes per slot of usual buckets, 8 more for the pair strategy."""
+        slots, queues = buckets * self._width, buckets * QUEUE.value
         records = self._zeros(2 * slots, torch.int64).view(slots, 2)  # id and score of each slot
         return {
             "digests": self._zeros(slots, torch.uint8),
@@ -76,9 +78,15 @@ class CudaMemory(DeviceTable):
             "scores": records[:, 1],
             "times": self._zeros(slots, torch.int64) if self.score_words == 2 else None,
             "touched": self._zeros(slots, torch.uint8),
-            # The second half: where the victims of a bucket are listed.
+            # For each bucket its newcomers, and where those are listed that it evicts.
             "heads": torch.full((2 * buckets,), -1, dtype=torch.int32, device=self._device),
+            "queues": self._zeros(queues, torch.uint8) if self._batch_scores else None,
         }
+
+    def empty_queues(self) -> None:
+        """Scores were written that the queues of the buckets know nothing of."""
+        if self.queues is not None:
+            self.queues.zero_()
 
     def _set_index(self, index: dict[str, torch.Tensor | None]) -> None:
         for name, tensor in index.items():
@@ -107,7 +115,7 @@ class CudaMemory(DeviceTable):
         """All memory that grows with the capacity."""
         some = (
             self.digests, self.keys, self.scores, self.times, self.touched, self.heads,
-            self.known_changes.stamps, self.rows, self.state,
+            self.queues, self.known_changes.stamps, self.rows, self.state,
         )  # fmt: skip
         return [tensor for tensor in some if tensor is not None]
 

@@ -58,6 +58,7 @@ class Workspace:
         self.new = new(int32)
         self.free = new(int64, 2 * capacity)
         self.victims = new(int32)
+        self.low = new(int32)
         # Occurrences of every entry.
         self.sorted = new(int32)
         self.order = new(int64)

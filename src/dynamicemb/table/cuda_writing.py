@@ -172,6 +172,7 @@ class CudaWriting(CudaContent):
                 batch.ids if scores is None else aligned(scores),
                 batch.layout.meta,
                 1,
+                one.width,
             ),
             (
                 one.dim,

@@ -75,7 +75,8 @@ def table_bytes(
         parts.append(8 * slots)
     if device == "cuda":
         state = layout.state_dim if layout.state_dim < 2 else _round_up(layout.state_dim, 4)
-        parts += [8 * slots, slots, 8 * (slots // width), 4 * slots]  # scores, marks, heads, stamps
+        parts += [8 * slots, slots, 4 * slots]  # scores, marks, stamps
+        parts += [8 * (slots // width), 32 * (slots // width)]  # heads and queues of buckets
         parts += [slots * _round_up(layout.dim * layout.dtype.itemsize, 16), slots * 4 * state]
         return sum(_round_up(part, _CUDA_UNIT) for part in parts)
     columns, _, _ = state_layout(optimizer, layout.dim)  # the others are in the slot's record
