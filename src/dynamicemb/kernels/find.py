@@ -145,13 +145,14 @@ def find_kernel(
     ids_ptr, tables_ptr, count_ptr, meta_ptr, tables, number, batch_ptr, entry_counts_ptr,
     codes_ptr, known_ptr, slots_ptr, next_ptr, free_ptr, WIDTH: tl.constexpr, LINE: tl.constexpr,
     BLOCK: tl.constexpr, ONE: tl.constexpr, ONE_CLASS: tl.constexpr, STRATEGY: tl.constexpr,
-    WRITE: tl.constexpr, CODES: tl.constexpr, MARKED: tl.constexpr, KNOWN: tl.constexpr,
-    FREE: tl.constexpr,
+    WRITE: tl.constexpr, CODES: tl.constexpr, MARKED: tl.constexpr, OTHER: tl.constexpr,
+    KNOWN: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """Finds the entries of a batch.
 
     WRITE 0: slots[e] = slot, or GONE. WRITE 1: hits also take their new score and are marked as
-    touched (if MARKED), and each missing entry is put on the list of its bucket. CODES: entries
+    touched (if MARKED), and each missing entry is put on the list of its bucket. OTHER: the score
+    may be one that a row had before, or lower, so the queues of buckets are emptied. CODES: entries
     whose code is FAILED or says that they were rejected are left as they are; codes_ptr is not
     slots_ptr. KNOWN: the slots, or -1, are known already. FREE: free[2 * e] and the number after it
     are the free slots of a missing entry's bucket, as bits; a bucket is one line.
@@ -203,9 +204,9 @@ def find_kernel(
                 touch(meta_ptr, batch_ptr, tables, table, slot, hit)
             heads_at = field(meta_ptr, tables, HEADS, table, wanted) + buckets * HEAD
             heads = heads_at.to(tl.pointer_type(tl.int32))
-            if MARKED:  # the score may not be a new one
+            if OTHER and STRATEGY != LFU and STRATEGY != PAIR and STRATEGY != NO_EVICTION:
                 queues = field(meta_ptr, tables, QUEUES, table, wanted)
-                empty_queue(queues + buckets * QUEUE, wanted & (queues != 0))
+                empty_queue(queues + buckets * QUEUE, wanted)
             missing = wanted & (hit == 0)
             before = tl.atomic_xchg(heads, e, mask=missing, sem="relaxed")
             tl.store(next_ptr + e, before, mask=missing)

@@ -69,7 +69,7 @@ class Batch(Entries):
         Changes nothing."""
         slots = self._new(torch.int32)
         for one in self.layout.classes:
-            self._find(one, slots, codes, None, None, write=False, marked=False, free=False)
+            self._find(one, slots, codes)
         return slots
 
     def _find(
@@ -77,12 +77,12 @@ class Batch(Entries):
         one: TableClass,
         slots: torch.Tensor,
         codes: torch.Tensor | None,
-        counts: torch.Tensor | None,
-        following: torch.Tensor | None,
+        counts: torch.Tensor | None = None,
+        following: torch.Tensor | None = None,
         *,
-        write: bool,
-        marked: bool,
-        free: bool,
+        write: bool = False,
+        marked: bool = False,
+        free: bool = False,
     ) -> None:
         layout, any_pointer = self.layout, self.ids
         known = None
@@ -120,6 +120,7 @@ class Batch(Entries):
                 write,
                 codes is not None,
                 marked,
+                marked and layout.marked,
                 known is not None,
                 free,
             ),
