@@ -317,7 +317,10 @@ def tfra(run: Run) -> None:
             run,
             f"train, {label}",
             make_ours,
-            {"TFRA": Peer(worker(optimizer), 0.15)},
+            {
+                "TFRA": Peer(worker(optimizer), 0.15),
+                "TFRA, TF1 optimizer": Peer(worker(f"tf1-{optimizer}")),
+            },
             batches=batches,
             unit="ms",
         )
