@@ -11,11 +11,14 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-SCRIPT = """
+#: What a script starts with: the interpreter is chosen when kernels are imported.
+PRELUDE = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path[:0] = sys.argv[1:3]
 import interpreter
+"""
+SCRIPT = """
 from dynamicemb.table.cpu import CpuTable
 from lives import SHAPES, live
 for name in sys.argv[4:]:
@@ -27,9 +30,9 @@ for name in sys.argv[4:]:
 
 
 def run(script: str, steps: int, names: list[str]) -> str:
-    """In a process of its own: the interpreter is chosen when kernels are imported."""
+    """What a script prints, in a process of its own."""
     out = subprocess.run(
-        [sys.executable, "-c", script, str(HERE), str(HERE.parent), str(steps), *names],
+        [sys.executable, "-c", PRELUDE + script, str(HERE), str(HERE.parent), str(steps), *names],
         capture_output=True,
         text=True,
         timeout=900,
@@ -48,10 +51,6 @@ def names() -> list[str]:
 
 
 FULL_BUCKETS = """
-import os, sys
-os.environ["TRITON_INTERPRET"] = "1"
-sys.path[:0] = sys.argv[1:3]
-import interpreter
 from dynamicemb.table.cpu import CpuTable
 from dynamicemb.table import cuda_batch
 from full_buckets import live
@@ -60,10 +59,6 @@ for seed in sys.argv[4:]:
     print(live((CpuTable, interpreter.new_table), int(seed), int(sys.argv[3])))
 """
 LOWERED = """
-import os, sys
-os.environ["TRITON_INTERPRET"] = "1"
-sys.path[:0] = sys.argv[1:3]
-import interpreter
 from full_buckets import lowered
 for how in sys.argv[4:]:
     print(*lowered(interpreter.new_table, how))
