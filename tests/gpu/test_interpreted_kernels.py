@@ -55,6 +55,7 @@ from dynamicemb.table.cpu import CpuTable
 from dynamicemb.table import cuda_batch
 from full_buckets import live
 cuda_batch.PLACES, cuda_batch.COMMITTED = 8, 16  # so that the ids of a bucket meet other programs
+cuda_batch.CROWDED = 3  # some batches are placed by sorting
 for seed in sys.argv[4:]:
     print(live((CpuTable, interpreter.new_table), int(seed), int(sys.argv[3])))
 """

@@ -24,6 +24,7 @@ FEW = tl.constexpr(4)
 FAR = tl.constexpr(2**55)
 #: The top bit of 64: unsigned order by signed comparison.
 SIGN = tl.constexpr(-(2**63))
+#: The high half of a key that is taken: after all others.
 LAST = tl.constexpr(2**31 - 1)
 
 
@@ -111,16 +112,19 @@ def part_keys(score, least, PART: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def lowest(a, b, c, d):
+    """The lowest number of each bucket, of its four parts."""
     return tl.min(tl.minimum(tl.minimum(a, b), tl.minimum(c, d)), axis=1)
 
 
 @triton.jit
 def where_equal(high, first, low):
+    """The low halves of keys whose high half is ``first``."""
     return tl.where(high == first[:, None], low, 0xFFFFFFFF)
 
 
 @triton.jit
 def without(high, low, first, second):
+    """The high halves, that of the key (first, second) as taken."""
     return tl.where((high == first[:, None]) & (low == second[:, None]), LAST, high)
 
 

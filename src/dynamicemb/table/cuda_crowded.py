@@ -53,8 +53,6 @@ def place_sorted(
             slot = torch.where(evicts, old[at], slot)
     choice[entries] = slot.to(torch.int32)
     batch.fresh[entries] = torch.where(evicts, EVICTED.value, 0).to(torch.uint8)
-    if batch.layout.marked:
-        table.empty_queues()
 
 
 def _by_bucket(

@@ -18,10 +18,8 @@ from dynamicemb.table.cuda_steps import StepNumbers
 from dynamicemb.table.cuda_streams import current_stream, record
 from dynamicemb.table.cuda_workspace import Numbers, Workspaces
 from dynamicemb.table.numbers import (
-    LFU_STRATEGY,
-    NO_EVICTION_STRATEGY,
-    PAIR_STRATEGY,
     TYPES,
+    has_batch_scores,
     initializer_numbers,
     strategy_number,
 )
@@ -65,7 +63,7 @@ class TableClass:
     @cached_property
     def queued(self) -> int:
         """Positions in the queue of what a bucket evicts, or 0; see kernels/queues.py."""
-        if self.strategy in (LFU_STRATEGY, PAIR_STRATEGY, NO_EVICTION_STRATEGY):
+        if not has_batch_scores(self.strategy):
             return 0
         longest: int = LONGEST.value
         return min(longest, self.width - 1)

@@ -15,12 +15,7 @@ from dynamicemb.optimizers import Optimizer
 from dynamicemb.table.cuda_changes import Changes
 from dynamicemb.table.cuda_streams import current_stream, record
 from dynamicemb.table.device_table import DeviceTable
-from dynamicemb.table.numbers import (
-    LFU_STRATEGY,
-    NO_EVICTION_STRATEGY,
-    PAIR_STRATEGY,
-    strategy_number,
-)
+from dynamicemb.table.numbers import has_batch_scores, strategy_number
 
 _SIZE = COUNTER_NAMES.index("size")
 
@@ -52,8 +47,7 @@ class CudaMemory(DeviceTable):
         self.changes = 0  # whatever may have moved a row: batches, erasures, growth
         self.stream = current_stream(self._device)  # where the last work is queued
         self._streams: set[int | None] = set()  # that are known to use the memory
-        counted = (LFU_STRATEGY, PAIR_STRATEGY, NO_EVICTION_STRATEGY)
-        self._batch_scores = strategy_number(self.options) not in counted
+        self._batch_scores = has_batch_scores(strategy_number(self.options))
         self.newest_score = -1  # no score in the table is above
         self._size_bound = 0  # rows at most, as far as the host knows
         self._pending_size: tuple[torch.Tensor, Any, int] | None = None
@@ -82,11 +76,6 @@ class CudaMemory(DeviceTable):
             "heads": torch.full((2 * buckets,), -1, dtype=torch.int32, device=self._device),
             "queues": self._zeros(queues, torch.uint8) if self._batch_scores else None,
         }
-
-    def empty_queues(self) -> None:
-        """Scores were written that the queues of the buckets know nothing of."""
-        if self.queues is not None:
-            self.queues.zero_()
 
     def _set_index(self, index: dict[str, torch.Tensor | None]) -> None:
         for name, tensor in index.items():

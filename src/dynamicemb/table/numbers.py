@@ -31,6 +31,11 @@ def strategy_number(options: DynamicEmbTableOptions) -> int:
     return PAIR_STRATEGY if isinstance(strategy, tuple) else int(strategy)
 
 
+def has_batch_scores(strategy: int) -> bool:
+    """Whether all rows of a batch take one score, by which rows are evicted."""
+    return strategy not in (LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY)
+
+
 def initializer_numbers(args: DynamicEmbInitializerArgs) -> dict[str, float]:
     """The numbers of ``args`` by the engine's names, with the bounds completed; mode is one of
     0 to 4."""
