@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
+import eager_graph
 import torch
 
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
@@ -21,6 +21,7 @@ from dynamicemb.options import (
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
+from dynamicemb.table import cuda_replay
 from dynamicemb.table.cuda_evicted import Evicted
 from dynamicemb.table.rows import Pooling
 
@@ -131,19 +132,10 @@ def _other_calls(cuda: Any, cuda_group: Any, tables: int) -> None:
     group.find_or_insert(ids, bounds, protect=[lookup])
     pooling = Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,) * tables)
     group.reduce(lookup, pooling, torch.zeros(600, 64))
-    layout = group.layout
-    numbers = layout.start_batch([one.batch_score() for one in members])
-    space = layout.workspaces.take(600)
-    space.set_graph(
-        SimpleNamespace(
-            key=(600, layout.version, layout.marked),
-            ids=ids,
-            bounds=ids,
-            launches=SimpleNamespace(replay=lambda: None),
-        )
-    )
-    layout.workspaces.give_back(space)
-    group._replay.train(ids, group._bounds(bounds), numbers)
+    eager_graph.use_for(group._replay)
+    for out in (None, torch.zeros(600, 64)):
+        for _ in range(cuda_replay.SEEN_BEFORE + 1):
+            group.find_or_insert(ids, bounds, out=out)
 
 
 def _train(

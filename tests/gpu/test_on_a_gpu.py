@@ -20,11 +20,13 @@ from dynamicemb.table import create_table
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def module(tables: int = 3, **options: object) -> BatchedDynamicEmbeddingTables:
+def module(
+    tables: int = 3, pooling: str = "SUM", **options: object
+) -> BatchedDynamicEmbeddingTables:
     fields = {"dim": 16, "max_capacity": 4096, **options}
     return BatchedDynamicEmbeddingTables(
         [DynamicEmbTableOptions(**fields)] * tables,  # type: ignore[arg-type]
-        pooling_mode=DynamicEmbPoolingMode.SUM,
+        pooling_mode=DynamicEmbPoolingMode[pooling],
         optimizer=EmbOptimType.ADAM,
         device="cuda",
         seed=1,
@@ -55,8 +57,9 @@ def test_a_graph_replays_evaluation_with_new_ids() -> None:
             assert torch.equal(out, tables(fresh, offsets))
 
 
-def test_a_training_step_does_not_wait_for_the_device() -> None:
-    tables = module()
+@pytest.mark.parametrize("pooling", ["NONE", "SUM"])
+def test_a_training_step_does_not_wait_for_the_device(pooling: str) -> None:
+    tables = module(pooling=pooling)
     for seed in range(3):
         tables(*batch(seed)).sum().backward()
     batches = [batch(seed) for seed in range(8)]  # some of them as a graph
@@ -71,11 +74,15 @@ def test_a_training_step_does_not_wait_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("pooling", ["NONE", "SUM"])
 @pytest.mark.parametrize("strategy", ["TIMESTAMP", "LFU", "STEP"])
-def test_steps_that_are_replayed_as_a_graph_give_the_same_bits(strategy: str) -> None:
+def test_steps_that_are_replayed_as_a_graph_give_the_same_bits(strategy: str, pooling: str) -> None:
     def trained(graphs: bool) -> tuple[list[torch.Tensor], BatchedDynamicEmbeddingTables]:
         tables = module(
-            score_strategy=DynamicEmbScoreStrategy[strategy], bucket_capacity=32, max_capacity=128
+            pooling=pooling,
+            score_strategy=DynamicEmbScoreStrategy[strategy],
+            bucket_capacity=32,
+            max_capacity=128,
         )
         tables._group._replay._works = graphs
         outputs = []
@@ -97,8 +104,9 @@ def test_steps_that_are_replayed_as_a_graph_give_the_same_bits(strategy: str) ->
             assert torch.equal(first.state_dict()[name], second.state_dict()[name])
 
 
-def test_batches_of_many_sizes_and_prefetching_between_graphs() -> None:
-    direct, replayed = module(), module()
+@pytest.mark.parametrize("pooling", ["NONE", "SUM"])
+def test_batches_of_many_sizes_and_prefetching_between_graphs(pooling: str) -> None:
+    direct, replayed = module(pooling=pooling), module(pooling=pooling)
     direct._group._replay._works = False
     generator = torch.Generator().manual_seed(5)
     for step in range(60):

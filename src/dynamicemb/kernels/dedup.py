@@ -13,14 +13,24 @@ from dynamicemb.kernels.layout import table_of
 DUMMIES = 4096
 
 
+@triton.jit
+def pointed_ids(ids_ptr, POINTED: tl.constexpr):
+    """Where ids are; POINTED: their address is at ``ids_ptr``."""
+    if POINTED:
+        return tl.load(ids_ptr).to(tl.pointer_type(tl.int64))
+    else:
+        return ids_ptr
+
+
 @kernel
 def claim_kernel(
     ids_ptr, bounds_ptr, bounds_step, count, tables, cells_ptr, last_cell, dummies_ptr, cell_of_ptr,
-    BLOCK: tl.constexpr, ONE: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, POINTED: tl.constexpr,
 ):  # fmt: skip
     """Open addressing: cells (-1: free) hold the first occurrence of the id that owns them, and
     cell_of[i] is the cell of occurrence i. Which cell an id gets depends on the order of programs;
-    the occurrence in it does not."""
+    the occurrence in it does not. POINTED: see ``pointed_ids``."""
+    ids_ptr = pointed_ids(ids_ptr, POINTED)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pending = i < count
     inside = pending
@@ -75,12 +85,15 @@ def first_kernel(
 @kernel
 def emit_kernel(
     ids_ptr, bounds_ptr, bounds_step, count, tables, tiles, first_ptr, totals_ptr, cell_of_ptr,
-    cells_ptr, entry_ids_ptr, entry_first_ptr, entry_tables_ptr, work_ptr, words, hint_ptr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ONE: tl.constexpr,
+    cells_ptr, entry_ids_ptr, entry_first_ptr, entry_tables_ptr, spans_ptr, work_ptr, words,
+    hint_ptr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, ONE: tl.constexpr,
+    POINTED: tl.constexpr,
 ):  # fmt: skip
     """Numbers entries by first occurrence: their ids, first occurrences and tables; cells of first
-    occurrences get the number. work[0] = how many; the other ``words`` of it become 0. The host
-    may read (entries, occurrences) from ``hint``, at any time."""
+    occurrences get the number. Their spans become empty. work[0] = how many; the other ``words`` of
+    it become 0. The host may read (entries, occurrences) from ``hint``, at any time. POINTED: see
+    ``pointed_ids``."""
+    ids_ptr = pointed_ids(ids_ptr, POINTED)
     program = tl.program_id(0)
     others = tl.arange(0, PROGRAMS)
     before = tl.sum(tl.load(totals_ptr + others, mask=others < program, other=0), axis=0)
@@ -96,6 +109,8 @@ def emit_kernel(
         ids = tl.load(ids_ptr + i, mask=new, other=0)
         tl.store(entry_ids_ptr + entry, ids, mask=new)
         tl.store(entry_first_ptr + entry, i, mask=new)
+        tl.store(spans_ptr + 2 * entry, 0, mask=new)
+        tl.store(spans_ptr + 2 * entry + 1, 0, mask=new)
         if not ONE:
             table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)
             tl.store(entry_tables_ptr + entry, table, mask=new)
@@ -119,22 +134,20 @@ def reset_work(work_ptr, words, entries):
 
 @kernel
 def stage_kernel(
-    ids_ptr, count, bounds_ptr, bounds_step, bounds, numbers_ptr, words, to_ids_ptr, to_bounds_ptr,
-    to_numbers_ptr, BLOCK: tl.constexpr,
+    ids_ptr, out_ptr, bounds_ptr, bounds_step, bounds, numbers_ptr, words, addresses_ptr,
+    to_bounds_ptr, to_numbers_ptr, BLOCK: tl.constexpr, OUT_ADDRESS: tl.constexpr,
 ):  # fmt: skip
-    """Copies ids, ``bounds`` bounds (int64) and ``words`` words of numbers (int32) to where the
-    kernels of a batch expect them."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < count
-    tl.store(to_ids_ptr + i, tl.load(ids_ptr + i, mask=mask, other=0), mask=mask)
-    if tl.program_id(0) == 0:
-        place = 0
-        while place < bounds:
-            k = place + tl.arange(0, BLOCK)
-            value = tl.load(bounds_ptr + k * bounds_step, mask=k < bounds, other=0)
-            tl.store(to_bounds_ptr + k, value, mask=k < bounds)
-            place += BLOCK
-        copy_words(numbers_ptr, to_numbers_ptr, words, BLOCK)
+    """Copies the addresses of ids and of an output, ``bounds`` bounds (int64) and ``words`` words
+    of numbers (int32) to where the kernels of a batch expect them; a single program."""
+    tl.store(addresses_ptr, ids_ptr.to(tl.int64))
+    tl.store(addresses_ptr + OUT_ADDRESS, out_ptr.to(tl.int64))
+    place = 0
+    while place < bounds:
+        k = place + tl.arange(0, BLOCK)
+        value = tl.load(bounds_ptr + k * bounds_step, mask=k < bounds, other=0)
+        tl.store(to_bounds_ptr + k, value, mask=k < bounds)
+        place += BLOCK
+    copy_words(numbers_ptr, to_numbers_ptr, words, BLOCK)
 
 
 @triton.jit
@@ -184,20 +197,33 @@ def last_kernel(count, entry_of_ptr, last_ptr, BLOCK: tl.constexpr):
 
 
 @kernel
-def spans_kernel(sorted_ptr, count, starts_ptr, BLOCK: tl.constexpr):
-    """starts[e] = where entry e begins among the occurrences that were sorted by entry; one more
-    start follows the last entry."""
+def spans_kernel(
+    sorted_ptr, order_ptr, entry_of_ptr, count, spans_ptr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """spans[2 * e] and the number after it = where the occurrences of entry e begin and end in
+    their ``order``, which is by the ``sorted`` cells of their ids. Spans of entries that occur once
+    stay empty: most do, and their occurrence is known."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    entry = tl.load(sorted_ptr + i, mask=mask, other=-1)
-    before = tl.load(sorted_ptr + i - 1, mask=mask & (i > 0), other=-1)
-    tl.store(starts_ptr + entry, i, mask=mask & (entry != before))
-    tl.store(starts_ptr + entry + 1, i + 1, mask=i == count - 1)
+    cell = tl.load(sorted_ptr + i, mask=mask, other=-1)
+    begins = cell != tl.load(sorted_ptr + i - 1, mask=mask & (i > 0), other=-1)
+    ends = cell != tl.load(sorted_ptr + i + 1, mask=i + 1 < count, other=-1)
+    mask = mask & (begins != ends)
+    occurrence = tl.load(order_ptr + i, mask=mask, other=0)
+    entry = tl.load(entry_of_ptr + occurrence, mask=mask, other=0)
+    tl.store(spans_ptr + 2 * entry + ends.to(tl.int32), i + ends.to(tl.int32), mask=mask)
+
+
+@triton.jit
+def span_of(spans_ptr, e, mask):
+    """(begin, end) of the occurrences of entries in their order; (0, 0) where there is one."""
+    begin = tl.load(spans_ptr + 2 * e, mask=mask, other=0)
+    return begin, tl.load(spans_ptr + 2 * e + 1, mask=mask, other=0)
 
 
 @kernel
 def hot_kernel(
-    starts_ptr, count_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, HOT: tl.constexpr,
+    spans_ptr, count_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, HOT: tl.constexpr,
     LONG: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entries with more than HOT occurrences: hot_entry lists their blocks of LIMIT, hot_base[e]
@@ -207,9 +233,8 @@ def hot_kernel(
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < count:
         mask = e < count
-        start = tl.load(starts_ptr + e, mask=mask, other=0)
-        end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
-        occurrences = tl.where(mask, end - start, 0)
+        begin, end = span_of(spans_ptr, e, mask)
+        occurrences = tl.where(mask, end - begin, 0)
         parts = tl.where(occurrences > LONG, (occurrences + LIMIT - 1) // LIMIT, 0)
         total = tl.sum(parts, axis=0)
         if total > 0:
@@ -230,18 +255,18 @@ def hot_kernel(
 
 @kernel
 def counts_kernel(
-    starts_ptr, order_ptr, count_ptr, given_ptr, totals_ptr, BLOCK: tl.constexpr,
+    spans_ptr, first_ptr, order_ptr, count_ptr, given_ptr, totals_ptr, BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,
 ):  # fmt: skip
     """totals[e] = occurrences of entry e, or the sum of the counts given with them (stops at the
     largest unsigned number)."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = e < tl.load(count_ptr)
-    start = tl.load(starts_ptr + e, mask=mask, other=0)
-    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+    begin, end = span_of(spans_ptr, e, mask)
     if GIVEN:
-        total = tl.zeros([BLOCK], tl.uint64)
-        k = start
+        first = tl.load(first_ptr + e, mask=mask, other=0)
+        total = tl.load(given_ptr + first, mask=mask, other=0).to(tl.uint64)
+        k = begin + 1
         while tl.max((end - k), axis=0) > 0:
             more = k < end
             place = tl.load(order_ptr + k, mask=more, other=0)
@@ -251,4 +276,4 @@ def counts_kernel(
             k += 1
         tl.store(totals_ptr + e, total.to(tl.int64), mask=mask)
     else:
-        tl.store(totals_ptr + e, (end - start).to(tl.int64), mask=mask)
+        tl.store(totals_ptr + e, tl.maximum(end - begin, 1).to(tl.int64), mask=mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dynamicemb.kernels.dedup import span_of
 from dynamicemb.kernels.launch import kernel
 from dynamicemb.kernels.layout import (
     COUNTERS,
@@ -140,7 +141,7 @@ def gradient_sum(
 
 @kernel
 def hot_sums_kernel(
-    starts_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, hint_ptr, entry_tables_ptr, meta_ptr,
+    spans_ptr, room, hot_base_ptr, hot_entry_ptr, work_ptr, hint_ptr, entry_tables_ptr, meta_ptr,
     tables, number, steps_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
     batch_size, offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, ROW: tl.constexpr,
     COLUMNS: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr,
@@ -164,8 +165,9 @@ def hot_sums_kernel(
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         base = tl.load(hot_base_ptr + e, mask=mask, other=0)
-        begin = tl.load(starts_ptr + e, mask=mask, other=0) + (part - base) * LIMIT
-        end = tl.minimum(tl.load(starts_ptr + e + 1, mask=mask, other=0), begin + LIMIT)
+        begin, end = span_of(spans_ptr, e, mask)
+        begin += (part - base) * LIMIT
+        end = tl.minimum(end, begin + LIMIT)
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
         total = gradient_sum(
             tl.zeros([BLOCK, COLUMNS], tl.float32), begin, end, column, clamp, mask, order_ptr,
@@ -178,10 +180,9 @@ def hot_sums_kernel(
 
 
 @triton.jit
-def entry_occurrences(e, mask, starts_ptr, first_ptr):
-    """(begin, end, first): where the occurrences of entries are in their order, and the first."""
-    begin = tl.load(starts_ptr + e, mask=mask, other=0)
-    end = tl.load(starts_ptr + e + 1, mask=mask, other=0)
+def entry_occurrences(e, mask, spans_ptr, first_ptr):
+    """(begin, end, first): as ``span_of``, and the first occurrence."""
+    begin, end = span_of(spans_ptr, e, mask)
     return begin, end, tl.load(first_ptr + e, mask=mask, other=0)
 
 
@@ -201,7 +202,7 @@ def entry_gradient(
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     if OUT == FLOAT32 and not MEAN and not WEIGHTED and not CLAMP:
         # A single plain one is taken as it is: nothing is added to a -0.0.
-        total = tl.where((end - begin == 1)[:, None], -0.0, total)
+        total = tl.where((end == begin)[:, None], -0.0, total)
     total = total + gradient_rows(
         first, column, clamp, cold, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
         batch_size, offsets_ptr, weights_ptr, DIM, COLUMNS, OUT, ALIGNED, POOLED, MEAN, WEIGHTED,
@@ -228,7 +229,7 @@ def entry_gradient(
 @kernel
 def update_kernel(
     ids_ptr, entry_tables_ptr, count_ptr, slots_ptr, meta_ptr, tables, number, steps_ptr,
-    starts_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr,
+    spans_ptr, first_ptr, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr,
     feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, STRIDE: tl.constexpr, TYPE: tl.constexpr, STATE_STRIDE: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
@@ -247,7 +248,7 @@ def update_kernel(
         # All that does not wait for the slot is asked for together with it.
         slot = tl.load(slots_ptr + e, mask=mask, other=-1)
         table = entry_table(entry_tables_ptr, e, mask, ONE)
-        begin, end, first_place = entry_occurrences(e, mask, starts_ptr, first_ptr)
+        begin, end, first_place = entry_occurrences(e, mask, spans_ptr, first_ptr)
         rows_at = field(meta_ptr, tables, ROWS, table, mask)
         state_at = field(meta_ptr, tables, STATE, table, mask)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
@@ -313,7 +314,7 @@ def update_kernel(
 
 @kernel
 def reduce_kernel(
-    entry_tables_ptr, count_ptr, meta_ptr, tables, number, steps_ptr, starts_ptr, first_ptr,
+    entry_tables_ptr, count_ptr, meta_ptr, tables, number, steps_ptr, spans_ptr, first_ptr,
     hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr, stride, bag_of_ptr, feature_column_ptr,
     batch_size, offsets_ptr, weights_ptr, sums_ptr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     OUT: tl.constexpr, ALIGNED: tl.constexpr, POOLED: tl.constexpr, MEAN: tl.constexpr,
@@ -328,7 +329,7 @@ def reduce_kernel(
         table = entry_table(entry_tables_ptr, e, mask, ONE)
         mask = of_class(meta_ptr, tables, table, mask, number, ONE_CLASS)
         clamp = step_number(steps_ptr, tables, MAX_GRADIENT, table, mask)
-        begin, end, first = entry_occurrences(e, mask, starts_ptr, first_ptr)
+        begin, end, first = entry_occurrences(e, mask, spans_ptr, first_ptr)
         total = entry_gradient(
             e, begin, end, first, clamp, mask, hot_base_ptr, hot_sums_ptr, order_ptr, gradient_ptr,
             stride, bag_of_ptr, feature_column_ptr, batch_size, offsets_ptr, weights_ptr, DIM,

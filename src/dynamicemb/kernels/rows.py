@@ -77,10 +77,13 @@ def gather_kernel(
     side_ptr, out_ptr, out_stride, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     TYPE: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
     ONE_CLASS: tl.constexpr, ENTRIES: tl.constexpr, MISS: tl.constexpr, SIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, POINTED: tl.constexpr,
 ):  # fmt: skip
     """out[i] = the row of occurrence i. ENTRIES: its slot is that of its entry. ALIGNED, here and
-    below: rows of ``out`` start at multiples of 16 bytes."""
+    below: rows of ``out`` start at multiples of 16 bytes. POINTED: the address of the output is at
+    ``out_ptr``."""
+    if POINTED:
+        out_ptr = typed(tl.load(out_ptr), OUT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     table = table_of(i, bounds_ptr, bounds_step, tables, mask, ONE)

@@ -182,9 +182,7 @@ class DynamicModule(nn.Module, ABC):
         out = torch.empty(shape, dtype=pooling.dtype, device=self.device)
         found = None
         if self.training:
-            with self._group.together:
-                found = self._next_lookup(plan)
-                self._group.read(found, pooling, out)
+            found = self._train(plan, out)
         else:
             self.evaluate(plan, out)
         if plan.keep is not None and not pooling.pooled:
@@ -196,9 +194,17 @@ class DynamicModule(nn.Module, ABC):
         """Write the rows of a lookup that changes nothing, padding left out."""
         self._group.evaluate(plan.ids, plan.bounds, plan.pooling, out)
 
-    def _next_lookup(self, plan: Plan) -> Lookup:
+    def _train(self, plan: Plan, out: torch.Tensor) -> Lookup:
+        """One training batch, which may have been prefetched, and the rows that it reads."""
         if not self._prefetched:
-            return self.find_or_insert(plan)
+            self._check_training()
+            return self._group.train(plan.ids, plan.bounds, plan.pooling, out)
+        with self._group.together:
+            found = self._next_prefetched(plan)
+            self._group.read(found, plan.pooling, out)
+        return found
+
+    def _next_prefetched(self, plan: Plan) -> Lookup:
         oldest = self._prefetched[0]
         oldest.order()
         expected, lookup = oldest.plan, oldest.lookup
@@ -222,13 +228,7 @@ class DynamicModule(nn.Module, ABC):
 
     def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
         """One training batch on the tables; the rows of prefetched batches stay."""
-        for table in self.tables:
-            if not table.options.training:
-                raise UsageError(
-                    f"forward in training mode, but table {table.name!r} has training=False; call "
-                    "eval() first"
-                )
-        self._check_handle()
+        self._check_training()
         return self._group.find_or_insert(
             plan.ids,
             plan.bounds,
@@ -236,8 +236,15 @@ class DynamicModule(nn.Module, ABC):
             protect=[one.lookup for one in self._prefetched if one.lookup is not None],
         )
 
-    def _check_handle(self) -> None:
-        """Refuse what would leave rows untrained, or train them on each rank apart, unnoticed."""
+    def _check_training(self) -> None:
+        """Refuse what must not or could not be trained, and what would leave rows untrained, or
+        train them on each rank apart, unnoticed."""
+        for table in self.tables:
+            if not table.options.training:
+                raise UsageError(
+                    f"forward in training mode, but table {table.name!r} has training=False; call "
+                    "eval() first"
+                )
         if not self.fused and owner_of(self.handle) is not self:
             raise UsageError(
                 "another parameter is in the place of a dynamic embedding's handle, so that no "

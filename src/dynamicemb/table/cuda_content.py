@@ -26,11 +26,11 @@ class CudaContent(CudaMemory):
 
     def find(self, ids: torch.Tensor) -> Found:
         ids = self.check_ids("ids", ids)
-        slots = self._find_slots(ids)
+        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
+        with self.lock:
+            slots = self.group.find_rows(aligned(ids), embeddings)
         there = slots >= 0
         places = slots.clamp(min=0).to(torch.int64)
-        embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
-        self.gather(slots, embeddings, missing=True)
         state = self.states_of(places)
         scores = self._scores(places)
         return Found(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from dynamicemb.table.cuda_workspace import NUMBERING_PROGRAMS, Workspace, hot_b
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda_layout import Layout
+    from dynamicemb.table.cuda_replay import BatchGraph
 
 ELEMENTS = 256
 #: Ids that one program claims cells for, and ids of a tile whose entries are numbered.
@@ -40,23 +42,24 @@ class Entries:
         distinct: bool = False,
         numbers: Any = None,
         space: Workspace | None = None,
-        captured: bool = False,
+        graph: BatchGraph | None = None,
         replayed: bool = False,
     ) -> None:
         """``distinct``: no id occurs twice, in one table; ``numbers`` of the batch are then written
         as well, see :meth:`Layout.start_batch`. ``space``: to work there; else one of the layout's
-        workspaces. ``captured``: its launches become a graph of that workspace, which stays the
-        caller's; ``replayed``: that graph does it all."""
-        self._captured = captured
+        workspaces. ``graph``: its launches become this graph of that workspace, which stays the
+        caller's, and ``ids`` are where their address will be; ``replayed``: it does it all."""
+        self._graph = graph
         self.layout = layout
         self.all_ids = ids
         # Some pointer where one table needs none.
         self.bounds = layout.meta if bounds is None else bounds
         self.bounds_step = 1 if bounds is None else bounds.stride(0)
-        self.n = ids.shape[0]
+        self.n = ids.shape[0] if graph is None else graph.n
         self.device = layout.device
         self.one = layout.tables == 1
-        self._grouped = self._listed = replayed
+        self._sorted = self._grouped = self._listed = replayed
+        self._distinct = distinct and self.one
         self._guess()
         self._space = space = layout.workspaces.take(self.n) if space is None else space
         self.cut = cut = space.cut(self.n)
@@ -68,13 +71,13 @@ class Entries:
             return
         if self.n == 0:
             space.work.zero_()
-        elif distinct and self.one:
+        elif self._distinct:
             self._take_distinct(numbers)
         else:
             self._dedup()
 
     def __del__(self) -> None:
-        if self._space is not None and not self._captured:
+        if self._space is not None and self._graph is None:
             self.layout.workspaces.give_back(self._space)
 
     @property
@@ -115,7 +118,8 @@ class Entries:
 
     def _dedup(self) -> None:
         n, layout, space = self.n, self.layout, self.space
-        if not self._captured:  # a graph finds them free
+        pointed = self._graph is not None
+        if self._graph is None:  # a graph finds them free
             space.free_cells(n)
             space.cells_are_free = False
         self._run(
@@ -123,9 +127,12 @@ class Entries:
             CLAIMED,
             (self.all_ids, self.bounds, self.bounds_step, n, layout.tables, space.space,
              self.cut.cells - 1, layout.dummies, space.cell_of),
-            (CLAIMED, self.one),
+            (CLAIMED, self.one, pointed),
             warps=1,
         )  # fmt: skip
+        if self._graph is not None:
+            with self._graph.branches.sorting():
+                self._sort()
         tiles = blocks(n, NUMBERED * NUMBERING_PROGRAMS)
         programs = blocks(n, NUMBERED * tiles)
         launch(
@@ -141,47 +148,60 @@ class Entries:
             programs,
             (self.all_ids, self.bounds, self.bounds_step, n, layout.tables, tiles, space.is_first,
              space.totals, space.cell_of, space.space, space.ids, space.first, space.tables,
-             space.work, space.words, layout.hint),
-            (NUMBERED, NUMBERING_PROGRAMS, self.one),
+             space.spans, space.work, space.words, layout.hint),
+            (NUMBERED, NUMBERING_PROGRAMS, self.one, pointed),
             warps=4,
             device=self.device,
         )  # fmt: skip
-        self._run(
-            dedup.entries_kernel,
-            4 * ELEMENTS,
-            (n, space.space, space.cell_of, space.entry_of),
-            (4 * ELEMENTS,),
-            warps=8,
-        )
+        with nullcontext() if self._graph is None else self._graph.branches.numbering():
+            self._run(
+                dedup.entries_kernel,
+                4 * ELEMENTS,
+                (n, space.space, space.cell_of, space.entry_of),
+                (4 * ELEMENTS,),
+                warps=8,
+            )
+            if self._graph is not None:
+                space.free_cells(n)  # for the next batch: here nothing waits for it
+
+    def _sort(self) -> None:
+        """Put the occurrences of each id beside each other: by cells, which are known before
+        entries are numbered."""
+        if not self._sorted:
+            self._sorted = True
+            cut = self.cut
+            torch.sort(cut.cell_of, stable=True, out=(cut.sorted, cut.order))
 
     def group(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(order, starts): the occurrences of entry e are order[starts[e] : starts[e + 1]],
-        ascending."""
+        """(order, spans): the occurrences of entry e are order[spans[2 * e] : spans[2 * e + 1]],
+        ascending, or the ``first`` alone where that is empty."""
         cut = self.cut
         if not self._grouped:
             self._grouped = True
-            if self.n:
-                torch.sort(self.entry_of, stable=True, out=(cut.sorted, cut.order))
+            if self._distinct:
+                cut.spans.zero_()
+            elif self.n:
+                self._sort()
                 self._run(
                     dedup.spans_kernel,
                     4 * ELEMENTS,
-                    (cut.sorted, self.n, cut.starts),
+                    (cut.sorted, cut.order, self.entry_of, self.n, cut.spans),
                     (4 * ELEMENTS,),
                     warps=8,
                 )
-        return cut.order, cut.starts
+        return cut.order, cut.spans
 
     def list_hot(self) -> None:
         """List the blocks of entries with more than HOT occurrences: ``hot_entry`` of the workspace
         has the entries, ``hot_base`` the first block of an entry, ``hot_count`` how many."""
         if not self._listed and self.n > HOT:
             self._listed = True
-            _, starts = self.group()
+            _, spans = self.group()
             space = self.space
             self._run(
                 dedup.hot_kernel,
                 ELEMENTS,
-                (starts, self.count, hot_blocks(self.n), space.hot_base, space.hot_entry,
+                (spans, self.count, hot_blocks(self.n), space.hot_base, space.hot_entry,
                  space.hot_count),
                 (HOT, LONG, SUM_BLOCK, ELEMENTS),
                 warps=8,
@@ -199,12 +219,12 @@ class Entries:
 
     def occurrences(self, given: torch.Tensor | None) -> torch.Tensor:
         """int64: how often each entry occurs, or the sum of the ``given`` counts."""
-        order, starts = self.group()
+        order, spans = self.group()
         totals = self._new(torch.int64)
         self._run(
             dedup.counts_kernel,
             ELEMENTS,
-            (starts, order, self.count, self.ids if given is None else given, totals),
+            (spans, self.first, order, self.count, self.ids if given is None else given, totals),
             (ELEMENTS, given is not None),
             warps=8,
         )
@@ -212,7 +232,7 @@ class Entries:
 
     def last(self) -> torch.Tensor:
         """int32: the last occurrence of each entry."""
-        if self.first is self.entry_of:  # each is the only one
+        if self._distinct:  # each is the only one
             return self.entry_of
         last = torch.zeros(self.n, dtype=torch.int32, device=self.device)
         self._run(dedup.last_kernel, ELEMENTS, (self.n, self.entry_of, last), (ELEMENTS,), warps=8)

@@ -44,7 +44,7 @@ class _Sources:
         self.layout, self.batch, self.steps = layout, batch, steps
         self.gradient = aligned(gradient)
         self.stride = self.gradient.stride(0) if gradient.dim() > 1 else 0
-        self.order, self.starts = batch.group()
+        self.order, self.spans = batch.group()
         self.batch_size = max(pooling.batch_size, 1)
         self.bag_of = self.columns = self.offsets = self.order
         self.weights = self.order if pooling.weights is None else aligned(pooling.weights)
@@ -83,9 +83,9 @@ class _Sources:
         )
 
     def arguments(self, hot: torch.Tensor) -> tuple[Any, ...]:
-        """From ``starts`` to ``weights``, as the kernels take them."""
+        """From ``spans`` to ``weights``, as the kernels take them."""
         batch = self.batch
-        return (self.starts, batch.first, batch.space.hot_base, hot, *self._source())
+        return (self.spans, batch.first, batch.space.hot_base, hot, *self._source())
 
     def hot(self, one: TableClass, clamps: bool) -> torch.Tensor:
         """The sums of blocks of ids that occur often."""
@@ -102,7 +102,7 @@ class _Sources:
             gradients.hot_sums_kernel,
             blocks(batch.hot_guess, block) * pieces,
             (
-                self.starts,
+                self.spans,
                 most,
                 space.hot_base,
                 space.hot_entry,

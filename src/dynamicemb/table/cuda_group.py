@@ -144,7 +144,9 @@ class CudaTableGroup(TableGroup):
         protect: Sequence[Lookup] = (),
         keep_evicted: bool = False,
         check: bool = True,
+        out: torch.Tensor | None = None,
     ) -> CudaLookup:
+        """``out``: for the row of every id."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError("a training step cannot be captured in a CUDA graph; evaluation can")
         scores = batch_scores(self.tables)
@@ -156,7 +158,7 @@ class CudaTableGroup(TableGroup):
             plain = plain and not self._admits and not self.layout.logged
             if plain and self._replay.serves(ids) and not self._may_grow(ids):
                 numbers = self.layout.start_batch(scores)
-                batch = self._replay.train(aligned(ids), self._bounds(bounds), numbers)
+                batch = self._replay.train(aligned(ids), self._bounds(bounds), numbers, out)
                 self._count_changes(batch)
             else:
                 batch, evicted = self.insert_batch(
@@ -172,6 +174,8 @@ class CudaTableGroup(TableGroup):
                 )
                 batch.initialize(embeddings=True)
                 self._number_rows(batch)
+                if out is not None:
+                    reading.read_batch(self.layout, batch, out)
             for table in self.tables:
                 table.advance_step()
             for table, failed in zip(strict, before, strict=True):
@@ -345,19 +349,24 @@ class CudaTableGroup(TableGroup):
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
         with self._entered as layout:
             batch = self._refreshed(lookup)
-            if batch.n == 0 and not pooling.pooled:
-                return
             if pooling.pooled:
                 reading.pool(
                     layout, batch.slots, batch.entry_of, pooling, out, batch.n,
                     missing=False, sides=batch.sides,
                 )  # fmt: skip
-                return
-            for one in layout.classes:
-                reading.gather(
-                    layout, one, batch.slots, batch.entry_of, batch.bounds, out,
-                    TYPES[pooling.dtype], missing=False, side=batch.side_of(one),
-                )  # fmt: skip
+            else:
+                reading.read_batch(layout, batch, out)
+
+    def train(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        pooling: Pooling,
+        out: torch.Tensor,
+    ) -> Lookup:
+        if pooling.pooled or out.data_ptr() % 16:
+            return super().train(ids, bounds, pooling, out)
+        return self.find_or_insert(ids, bounds, out=out)
 
     # ---- backward ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from dynamicemb.options import DynamicEmbPoolingMode
 from dynamicemb.table.cuda_layout import Layout, TableClass, bits
 from dynamicemb.table.numbers import TYPES
 from dynamicemb.table.rows import Pooling
+
+if TYPE_CHECKING:
+    from dynamicemb.table.cuda_batch import Batch
 
 #: Columns from which rows are found and copied in one launch; long rows are few per program.
 #: Measured on an H200.
@@ -26,11 +30,9 @@ def one_launch(layout: Layout) -> bool:
     return all(not one.wide and one.columns >= FOUND_ROW for one in layout.classes)
 
 
-def _found_tile(columns: int) -> tuple[int, int]:
-    """(rows, warps) of a program that finds and copies rows."""
-    if INTERPRETED or columns < LONG_ROW:
-        return 32, 4
-    return max(1, 1024 // columns), 1
+def _found_rows(columns: int) -> int:
+    """Rows that a program finds and copies."""
+    return 32 if INTERPRETED or columns < LONG_ROW else max(1, 1024 // columns)
 
 
 def find_and_copy(
@@ -43,7 +45,7 @@ def find_and_copy(
 ) -> None:
     """Rows of ids, found and copied in one launch per class."""
     for one in layout.classes:
-        block, warps = _found_tile(one.columns)
+        block = _found_rows(one.columns)
         launch(
             find.find_rows_kernel,
             blocks(len(ids), block),
@@ -73,7 +75,7 @@ def find_and_copy(
                 slots is not None,
                 layout.aligned_rows(out, False),
             ),
-            warps=warps,
+            warps=1,
             device=layout.device,
         )
 
@@ -89,7 +91,10 @@ def gather(
     *,
     missing: bool,
     side: torch.Tensor | None,
+    address: torch.Tensor | None = None,
 ) -> None:
+    """Rows of slots, or of the entries that have them. ``address``: where the address of an output
+    like ``out`` will be."""
     count = len(out)
     block = max(1, GATHER_TILE // one.columns)
     launch(
@@ -105,7 +110,7 @@ def gather(
             layout.tables,
             one.number,
             bits(out) if side is None else bits(side),
-            bits(out),
+            bits(out) if address is None else address,
             out.stride(0),
         ),
         (
@@ -121,10 +126,25 @@ def gather(
             missing,
             side is not None,
             layout.aligned_rows(out, False),
+            address is not None,
         ),
         warps=1,
         device=layout.device,
     )
+
+
+def read_batch(
+    layout: Layout,
+    batch: Batch,
+    out: torch.Tensor,
+    address: torch.Tensor | None = None,
+) -> None:
+    """The row of every occurrence in a batch. ``address``: as of :func:`gather`."""
+    for one in layout.classes:
+        gather(
+            layout, one, batch.slots, batch.entry_of, batch.bounds, out, TYPES[out.dtype],
+            missing=False, side=batch.side_of(one), address=address,
+        )  # fmt: skip
 
 
 def pool(

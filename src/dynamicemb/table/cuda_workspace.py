@@ -62,7 +62,7 @@ class Workspace:
         # Occurrences of every entry.
         self.sorted = new(int32)
         self.order = new(int64)
-        self.starts = new(int32, capacity + 1)
+        self.spans = new(int32, 2 * capacity)
         self.hot_base = new(int32)
         self.hot_entry = new(int32, hot_blocks(capacity))
         self._streams: set[int] = set()  # that use it besides the one that made it
@@ -85,7 +85,7 @@ class Workspace:
             self._streams.add(stream)
             record(one for one in vars(self).values() if isinstance(one, torch.Tensor))
             if self.graph is not None:
-                record((self.graph.ids, self.graph.bounds))
+                record((self.graph.addresses, self.graph.bounds))
 
     def cut(self, ids: int) -> Cut:
         """The arrays that are seen by the host as well, for a batch of ``ids``."""
@@ -105,7 +105,7 @@ class Cut:
         self.first, self.entry_of = space.first[:ids], space.entry_of[:ids]
         self.slots, self.fresh = space.slots[:ids], space.fresh[:ids]
         self.sorted, self.order = space.sorted[:ids], space.order[:ids]
-        self.starts = space.starts[: ids + 1]
+        self.cell_of, self.spans = space.cell_of[:ids], space.spans[: 2 * ids]
 
 
 def hot_blocks(ids: int) -> int:

@@ -73,6 +73,19 @@ class TableGroup(ABC):
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
         """Write the output of a training lookup from the rows as they are now."""
 
+    def train(
+        self,
+        ids: torch.Tensor,
+        bounds: Bounds,
+        pooling: Pooling,
+        out: torch.Tensor,
+    ) -> Lookup:
+        """:meth:`find_or_insert` and :meth:`read` in one."""
+        with self.together:
+            lookup = self.find_or_insert(ids, bounds)
+            self.read(lookup, pooling, out)
+        return lookup
+
     @abstractmethod
     def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
         """Sum the gradient per distinct id and update every row once with its table's optimizer;
