@@ -21,7 +21,7 @@ from dynamicemb.options import (
     DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
 )
-from dynamicemb.table import cuda_replay
+from dynamicemb.table import cuda, cuda_group, cuda_replay
 from dynamicemb.table.cuda_evicted import Evicted
 from dynamicemb.table.rows import Pooling
 
@@ -70,17 +70,21 @@ class Recorder:
         self.launches[Launch(function, types, constants, warps)] = None
 
 
-def record() -> list[Launch]:
-    """The launches of training and evaluation with the usual shapes, and with every optimizer,
-    initialiser, strategy, data type and pooling at least once; then those of everything else."""
-    from dynamicemb.table import cuda, cuda_group
-
+def pretend() -> Recorder:
+    """From now on there is a GPU in the place of the CPU, which carries nothing out."""
     recorder = Recorder()
     for name, module in list(sys.modules.items()):
         if name.startswith("dynamicemb.table.cuda") and hasattr(module, "launch"):
             module.launch = recorder
     cuda._checked_device = torch.device  # type: ignore[assignment]
     torch.empty = torch.zeros  # what kernels would have written is read as 0
+    return recorder
+
+
+def record() -> list[Launch]:
+    """The launches of training and evaluation with the usual shapes, and with every optimizer,
+    initialiser, strategy, data type and pooling at least once; then those of everything else."""
+    recorder = pretend()
     torch.manual_seed(1)
     kinds = itertools.cycle(cuda.KINDS)
     modes = itertools.cycle(DynamicEmbInitializerMode)
@@ -101,16 +105,16 @@ def record() -> list[Launch]:
         for tables in (1, 3)
     ]
     for dim, dtype, tables, kind, mode, strategy, pooling in cases:
-        _train(cuda, cuda_group, (dim,) * tables, dtype, kind, mode, strategy, pooling)
+        _train((dim,) * tables, dtype, kind, mode, strategy, pooling)
     for kind in cuda.KINDS:  # tables of several classes
         summed = DynamicEmbPoolingMode.SUM
-        _train(cuda, cuda_group, (4, 64, 20), torch.float32, kind, uniform, plain, summed)
+        _train((4, 64, 20), torch.float32, kind, uniform, plain, summed)
     for tables in (1, 3):
-        _other_calls(cuda, cuda_group, tables)
+        _other_calls(tables)
     return list(recorder.launches)
 
 
-def _other_calls(cuda: Any, cuda_group: Any, tables: int) -> None:
+def _other_calls(tables: int) -> None:
     """Given rows, protected rows, marks of changes, summed gradients, a batch that is replayed."""
     options = DynamicEmbTableOptions(dim=64, max_capacity=1 << 16)
     members = [cuda.CudaTable(options, name=f"t{t}", seed=t, device="cpu") for t in range(tables)]
@@ -139,8 +143,6 @@ def _other_calls(cuda: Any, cuda_group: Any, tables: int) -> None:
 
 
 def _train(
-    cuda: Any,
-    cuda_group: Any,
     dims: tuple[int, ...],
     dtype: torch.dtype,
     kind: OptimizerKind,

@@ -121,8 +121,7 @@ class Life:
         out = torch.empty(columns, dtype=shape.output, device=self.device)
         evaluated = torch.empty_like(out)
         self.group.evaluate(ids, bounds, pooling, evaluated)
-        lookup = self.group.find_or_insert(ids, bounds)
-        self.group.read(lookup, pooling, out)
+        lookup = self.group.train(ids, bounds, pooling, out)
         gradient = torch.randn(columns, generator=generator, device="cpu").to(shape.output)
         gradient = gradient.to(self.device)
         results = [evaluated, out]

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,19 @@ _log = logging.getLogger(__name__)
 SEEN_BEFORE = 3
 #: Sizes of batches that are counted at a time.
 SIZES = 8
+#: How often the batches of a size are captured. More sizes than workspaces that are kept let each
+#: other's graphs go.
+CAPTURES = 3
 #: Where the address of the output is among those of a graph; a multiple of 16 bytes.
 OUT_ADDRESS = 2
+
+
+@dataclass
+class Seen:
+    """Batches of one size that were not replayed, and graphs of it that were captured."""
+
+    batches: int = 0
+    captures: int = 0
 
 
 class Replay:
@@ -44,7 +56,7 @@ class Replay:
         self._layout = layout
         wanted = os.environ.get("DYNAMICEMB_CUDA_GRAPHS", "1") != "0"
         self._works = wanted and layout.device.type == "cuda"
-        self._seen: dict[Any, int] = {}
+        self._seen: dict[Any, Seen] = {}
         self._branches: Branches | None = None
 
     def serves(self, ids: torch.Tensor) -> bool:
@@ -74,17 +86,25 @@ class Replay:
         key = n, layout.version, layout.marked, None if out is None else (out.dtype, out.stride(0))
         space = layout.workspaces.take(n, key)
         if space.graph is None or space.graph.key != key:
-            times = self._seen.pop(key, 0)
-            self._seen[key] = times + 1
+            seen = self._seen.pop(key, None) or Seen()
+            self._seen[key] = seen
             if len(self._seen) > SIZES:
                 del self._seen[next(iter(self._seen))]
-            if times < SEEN_BEFORE or not self._capture(space, key, n, out):
+            seen.batches += 1
+            captured = seen.batches > SEEN_BEFORE and seen.captures < CAPTURES
+            if captured:
+                seen.captures += 1
+                if space.graph is not None:  # that of another size stays
+                    layout.workspaces.give_back(space)
+                    space = layout.workspaces.take(n, plain=True)
+                captured = self._capture(space, key, n, out)
+            if not captured:
                 layout.batch_numbers.write(numbers)
                 batch = Batch(layout, ids, bounds, space=space)
                 _insert(batch)
                 if out is not None:
                     read_batch(layout, batch, out)
-                if times == SEEN_BEFORE - 1:  # compiles what backward may not have needed yet
+                if seen.batches == SEEN_BEFORE:  # compiles what backward may not have needed yet
                     batch.list_hot()
                 return batch
         graph = space.graph

@@ -127,10 +127,13 @@ class Workspaces:
         for one in list(self._all):
             one.used_on(stream)
 
-    def take(self, ids: int, key: Any = None) -> Workspace:
-        """A workspace for a batch of ``ids``; one with a graph of that key if there is one."""
+    def take(self, ids: int, key: Any = None, *, plain: bool = False) -> Workspace:
+        """A workspace for a batch of ``ids``; one with a graph of that key if there is one, or
+        without a graph. ``plain``: none with a graph."""
         fitting = [one for one in self._idle if ids <= one.capacity <= 2 * ids + 4096]
-        fitting.sort(key=lambda one: one.graph is None or one.graph.key != key)
+        if plain:
+            fitting = [one for one in fitting if one.graph is None]
+        fitting.sort(key=lambda one: 1 if one.graph is None else 2 * (one.graph.key != key))
         for one in fitting:
             try:
                 self._idle.remove(one)
