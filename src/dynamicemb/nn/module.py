@@ -197,8 +197,7 @@ class DynamicModule(nn.Module, ABC):
     def _train(self, plan: Plan, out: torch.Tensor) -> Lookup:
         """One training batch, which may have been prefetched, and the rows that it reads."""
         if not self._prefetched:
-            self._check_training()
-            return self._group.train(plan.ids, plan.bounds, plan.pooling, out)
+            return self.find_or_insert(plan, out=out)
         with self._group.together:
             found = self._next_prefetched(plan)
             self._group.read(found, plan.pooling, out)
@@ -226,9 +225,23 @@ class DynamicModule(nn.Module, ABC):
         """Batches that were prefetched and wait for their forward."""
         return len(self._prefetched)
 
-    def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
-        """One training batch on the tables; the rows of prefetched batches stay."""
-        self._check_training()
+    def find_or_insert(
+        self,
+        plan: Plan,
+        counts: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Lookup:
+        """One training batch on the tables; the rows of prefetched batches stay. ``out``: for the
+        rows that it reads, where no batch is prefetched and no counts are given."""
+        for table in self.tables:
+            if not table.options.training:
+                raise UsageError(
+                    f"forward in training mode, but table {table.name!r} has training=False; call "
+                    "eval() first"
+                )
+        self._check_handle()
+        if out is not None:
+            return self._group.train(plan.ids, plan.bounds, plan.pooling, out)
         return self._group.find_or_insert(
             plan.ids,
             plan.bounds,
@@ -236,15 +249,8 @@ class DynamicModule(nn.Module, ABC):
             protect=[one.lookup for one in self._prefetched if one.lookup is not None],
         )
 
-    def _check_training(self) -> None:
-        """Refuse what must not or could not be trained, and what would leave rows untrained, or
-        train them on each rank apart, unnoticed."""
-        for table in self.tables:
-            if not table.options.training:
-                raise UsageError(
-                    f"forward in training mode, but table {table.name!r} has training=False; call "
-                    "eval() first"
-                )
+    def _check_handle(self) -> None:
+        """Refuse what would leave rows untrained, or train them on each rank apart, unnoticed."""
         if not self.fused and owner_of(self.handle) is not self:
             raise UsageError(
                 "another parameter is in the place of a dynamic embedding's handle, so that no "

@@ -221,16 +221,23 @@ class Embedding(DynamicModule):
 
     # ---- new rows ----
 
-    def find_or_insert(self, plan: Plan, counts: torch.Tensor | None = None) -> Lookup:
+    def find_or_insert(
+        self,
+        plan: Plan,
+        counts: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Lookup:
         assert isinstance(plan, KeyPlan)
         self._room.check(plan.ids)
         self._snapshots.changed = True
-        return self._room.grow_for(lambda: self._find_or_insert(plan, counts))
+        return self._room.grow_for(lambda: self._find_or_insert(plan, counts, out))
 
-    def _find_or_insert(self, plan: KeyPlan, counts: torch.Tensor | None) -> Lookup:
+    def _find_or_insert(
+        self, plan: KeyPlan, counts: torch.Tensor | None, out: torch.Tensor | None
+    ) -> Lookup:
         if self._new_rows.uniform is None:
             self._start_rows(plan)
-        return super().find_or_insert(plan, counts)
+        return super().find_or_insert(plan, counts, out)
 
     def _start_rows(self, plan: KeyPlan) -> None:
         """Insert the rows of new keys, each as its table starts them; of a key in two tables, as
