@@ -34,12 +34,6 @@ class Locks {
 using Reading = Locks<std::shared_lock<std::shared_mutex>>;
 using Writing = Locks<std::unique_lock<std::shared_mutex>>;
 
-std::vector<const Table*> tables_of(const std::vector<Segment>& segments) {
-  std::vector<const Table*> tables;
-  for (const Segment& segment : segments) tables.push_back(segment.table.get());
-  return tables;
-}
-
 std::vector<const Table*> tables_of(const std::vector<std::shared_ptr<Batch>>& batches) {
   std::vector<const Table*> tables;
   for (const auto& batch : batches) tables.push_back(&batch->table());
@@ -143,35 +137,34 @@ void bind_batch(nb::module_& m) {
       "batches"_a, "scores"_a, "threads"_a);
 }
 
+// The ids of a call, those of each table beside each other, and what becomes of their rows.
+struct Call {
+  std::vector<Segment> segments;
+  Pooling pooling;
+
+  // `batches`: one per table, or none where nothing is trained. `bounds`: where the ids of each
+  // table begin, and the end.
+  Call(const std::vector<std::shared_ptr<Table>>& tables,
+       const std::vector<std::shared_ptr<Batch>>& batches, const std::vector<size_t>& features,
+       const std::vector<size_t>& bounds, const Pooling& how)
+      : pooling(how) {
+    size_t feature = 0, column = 0;
+    for (size_t t = 0; t < tables.size(); ++t) {
+      segments.push_back({tables[t], batches.empty() ? nullptr : batches[t], bounds[t],
+                          bounds[t + 1] - bounds[t], feature, features[t], column});
+      feature += features[t];
+      column += features[t] * tables[t]->config().dim;
+    }
+  }
+
+  std::vector<const Table*> tables() const {
+    std::vector<const Table*> pointers;
+    for (const Segment& segment : segments) pointers.push_back(segment.table.get());
+    return pointers;
+  }
+};
+
 void bind_calls(nb::module_& m) {
-  nb::class_<Segment>(m, "Segment")
-      .def(
-          "__init__",
-          [](Segment* self, std::shared_ptr<Table> table, std::shared_ptr<Batch> batch,
-             size_t id_begin, size_t id_count, size_t first_feature, size_t features,
-             size_t column) {
-            new (self) Segment{std::move(table), std::move(batch), id_begin, id_count,
-                               first_feature,    features,         column};
-          },
-          "table"_a, "batch"_a.none(), "id_begin"_a, "id_count"_a, "first_feature"_a, "features"_a,
-          "column"_a);
-
-  nb::class_<Pooling>(m, "Pooling")
-      .def(
-          "__init__",
-          [](Pooling* self, bool pooled, bool mean, size_t batch_size, Address offsets,
-             Address weights, int type, size_t stride) {
-            new (self) Pooling{pooled,
-                               mean,
-                               batch_size,
-                               at<int64_t>(offsets),
-                               at<float>(weights),
-                               static_cast<DataType>(type),
-                               stride};
-          },
-          nb::kw_only(), "pooled"_a, "mean"_a, "batch_size"_a, "offsets"_a, "weights"_a, "type"_a,
-          "stride"_a);
-
   nb::class_<OptimizerStep>(m, "OptimizerStep")
       .def(
           "__init__",
@@ -215,52 +208,70 @@ void bind_calls(nb::module_& m) {
           "stochastic_rounding"_a, "rounding_seed"_a, "step"_a, "iteration"_a, "decay1"_a,
           "decay2"_a);
 
-  using Segments = std::vector<Segment>;
-  m.def(
-      "evaluate",
-      [](const Segments& segments, Address ids, const Pooling& pooling, Address out, int threads) {
-        nb::gil_scoped_release release;
-        Reading locks(tables_of(segments));
-        Group::evaluate(segments, at<uint64_t>(ids), pooling, at<void>(out), threads);
-      },
-      "segments"_a, "ids"_a, "pooling"_a, "out"_a, "threads"_a);
-  m.def(
-      "read",
-      [](const Segments& segments, const Pooling& pooling, Address out, int threads) {
-        nb::gil_scoped_release release;
-        Reading locks(tables_of(segments));
-        Group::read(segments, pooling, at<void>(out), threads);
-      },
-      "segments"_a, "pooling"_a, "out"_a, "threads"_a);
-  m.def(
-      "update",
-      [](const Segments& segments, const Pooling& pooling, Address gradient,
-         const std::vector<OptimizerStep>& steps, int threads) {
-        nb::gil_scoped_release release;
-        Writing locks(tables_of(segments));
-        Group::update(segments, pooling, at<void>(gradient), steps, threads);
-        for (const Segment& segment : segments) segment.batch->touch_if_marked();
-      },
-      "segments"_a, "pooling"_a, "gradient"_a, "steps"_a, "threads"_a);
-  m.def(
-      "weight_gradient",
-      [](const Segments& segments, const Pooling& pooling, Address gradient, Address out,
-         int threads) {
-        nb::gil_scoped_release release;
-        Reading locks(tables_of(segments));
-        Group::weight_gradient(segments, pooling, at<void>(gradient), at<float>(out), threads);
-      },
-      "segments"_a, "pooling"_a, "gradient"_a, "out"_a, "threads"_a);
-  m.def(
-      "reduce",
-      [](const Segment& segment, const Pooling& pooling, Address gradient, float max_gradient,
-         int threads, Address ids, Address sums) {
-        nb::gil_scoped_release release;
-        Reading locks({segment.table.get()});
-        return Group::reduce(segment, pooling, at<void>(gradient), max_gradient, threads,
-                             at<uint64_t>(ids), at<float>(sums));
-      },
-      "segment"_a, "pooling"_a, "gradient"_a, "max_gradient"_a, "threads"_a, "ids"_a, "sums"_a);
+  nb::class_<Call>(m, "Call")
+      .def(
+          "__init__",
+          [](Call* self, const std::vector<std::shared_ptr<Table>>& tables,
+             const std::vector<std::shared_ptr<Batch>>& batches,
+             const std::vector<size_t>& features, const std::vector<size_t>& bounds, bool pooled,
+             bool mean, size_t batch_size, Address offsets, Address weights, int type,
+             size_t stride) {
+            const size_t known = batches.empty() ? tables.size() : batches.size();
+            if (known != tables.size() || features.size() != tables.size() ||
+                bounds.size() != tables.size() + 1)
+              throw nb::value_error("one batch, number of features and bound per table");
+            new (self) Call(tables, batches, features, bounds,
+                            {pooled, mean, batch_size, at<int64_t>(offsets), at<float>(weights),
+                             static_cast<DataType>(type), stride});
+          },
+          "tables"_a, "batches"_a, "features"_a, "bounds"_a, "pooled"_a, "mean"_a, "batch_size"_a,
+          "offsets"_a, "weights"_a, "type"_a, "stride"_a)
+      .def(
+          "evaluate",
+          [](const Call& self, Address ids, Address out, int threads) {
+            nb::gil_scoped_release release;
+            Reading locks(self.tables());
+            Group::evaluate(self.segments, at<uint64_t>(ids), self.pooling, at<void>(out), threads);
+          },
+          "ids"_a, "out"_a, "threads"_a)
+      .def(
+          "read",
+          [](const Call& self, Address out, int threads) {
+            nb::gil_scoped_release release;
+            Reading locks(self.tables());
+            Group::read(self.segments, self.pooling, at<void>(out), threads);
+          },
+          "out"_a, "threads"_a)
+      .def(
+          "update",
+          [](const Call& self, Address gradient, const std::vector<OptimizerStep>& steps,
+             int threads) {
+            nb::gil_scoped_release release;
+            Writing locks(self.tables());
+            Group::update(self.segments, self.pooling, at<void>(gradient), steps, threads);
+            for (const Segment& segment : self.segments) segment.batch->touch_if_marked();
+          },
+          "gradient"_a, "steps"_a, "threads"_a)
+      .def(
+          "weight_gradient",
+          [](const Call& self, Address gradient, Address out, int threads) {
+            nb::gil_scoped_release release;
+            Reading locks(self.tables());
+            Group::weight_gradient(self.segments, self.pooling, at<void>(gradient), at<float>(out),
+                                   threads);
+          },
+          "gradient"_a, "out"_a, "threads"_a)
+      .def(
+          "reduce",
+          [](const Call& self, size_t t, Address gradient, float max_gradient, int threads,
+             Address ids, Address sums) {
+            nb::gil_scoped_release release;
+            const Segment& segment = self.segments.at(t);
+            Reading locks({segment.table.get()});
+            return Group::reduce(segment, self.pooling, at<void>(gradient), max_gradient, threads,
+                                 at<uint64_t>(ids), at<float>(sums));
+          },
+          "t"_a, "gradient"_a, "max_gradient"_a, "threads"_a, "ids"_a, "sums"_a);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 namespace dynamicemb::DYNAMICEMB_VARIANT {
 namespace {
 
-constexpr size_t kBlock = 16;     // ids that go through a step together
+constexpr size_t kBlock = 24;     // ids that go through a step together
 constexpr size_t kDistance = 16;  // ids between a prefetch and its use
 constexpr size_t kRing = 64;      // more than two distances, a power of two
 
@@ -88,9 +88,10 @@ void find128_sparse(const IndexView& index, const uint64_t* ids, size_t n, uint3
       Block& block = ring[(step - 3) % 8];
       for (size_t i = 0; i < count; ++i) {
         const uint64_t low = block.low[i], more = low & (low - 1);
-        if (more != 0) prefetch(index.keys + block.base[i] + __builtin_ctzll(more));
         if (low != 0) {
-          prefetch_near(index.keys + block.base[i] + __builtin_ctzll(low));
+          const uint64_t* keys = index.keys + block.base[i];
+          prefetch(keys + __builtin_ctzll(more != 0 ? more : low));  // no branch: it would go wrong
+          prefetch_near(keys + __builtin_ctzll(low));
           continue;
         }
         const uint64_t high = match_line(index, block.base[i] + 64, block.digest[i]);

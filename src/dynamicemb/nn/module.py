@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -130,12 +131,12 @@ class DynamicModule(nn.Module, ABC):
 
     # ---- lookups ----
 
-    @property
+    @cached_property
     def output_columns(self) -> int:
         """Columns of a pooled output."""
         return sum(n * table.dim for n, table in zip(self.features, self.tables, strict=True))
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the tables are, and ids and gradients must be."""
         return self.tables[0].device
@@ -422,7 +423,8 @@ class DynamicModule(nn.Module, ABC):
         """Copies and pickles carry the rows, not what belongs to this process: lookups and
         gradients in flight, the process group."""
         state = self.__dict__.copy()
-        for name in ("_group", "_prefetched", "_waiting", "_pending", "_key", "process_group"):
+        ours = ("_group", "_prefetched", "_waiting", "_pending", "_key", "process_group")
+        for name in (*ours, "device", "output_columns"):
             state.pop(name, None)
         return state
 

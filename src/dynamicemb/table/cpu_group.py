@@ -14,6 +14,7 @@ from dynamicemb.table.engine import INSERT, LOCATE, TRAIN, _engine, address, thr
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.numbers import TYPES
 from dynamicemb.table.rows import (
+    UNPOOLED,
     Bounds,
     Kept,
     Lookup,
@@ -41,14 +42,14 @@ class CpuTableGroup(TableGroup):
 
     def __init__(self, tables: Sequence[CpuTable]) -> None:
         self.tables: Sequence[CpuTable] = list(tables)
+        self._engines = [table.engine for table in tables]
 
     def evaluate(
         self, ids: torch.Tensor, bounds: Bounds, pooling: Pooling, out: torch.Tensor
     ) -> None:
         assert not isinstance(bounds, torch.Tensor)
-        segments = self._segments([None] * len(self.tables), bounds, pooling)
-        layout = self._pooling(pooling, out)
-        _engine.evaluate(segments, ids.data_ptr(), layout, out.data_ptr(), threads())
+        call = _call(self._engines, (), bounds, pooling, out)
+        call.evaluate(ids.data_ptr(), out.data_ptr(), threads())
 
     def find_or_insert(
         self,
@@ -130,31 +131,27 @@ class CpuTableGroup(TableGroup):
         return Written(table._written(batch), table.evicted_of(batch))
 
     def read(self, lookup: Lookup, pooling: Pooling, out: torch.Tensor) -> None:
-        segments = self._lookup_segments(lookup, pooling)
-        _engine.read(segments, self._pooling(pooling, out), out.data_ptr(), threads())
+        self._lookup_call(lookup, pooling, out).read(out.data_ptr(), threads())
 
     def update(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
-        segments = self._lookup_segments(lookup, pooling)
-        layout = self._pooling(pooling, gradient)
-        _engine.update(segments, layout, gradient.data_ptr(), self._steps(), threads())
+        call = self._lookup_call(lookup, pooling, gradient)
+        call.update(gradient.data_ptr(), self._steps(), threads())
 
     def weight_gradient(
         self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor
     ) -> torch.Tensor:
-        segments = self._lookup_segments(lookup, pooling)
         assert isinstance(lookup, CpuLookup)
         out = torch.zeros(lookup.bounds[-1], dtype=torch.float32, device="cpu")
-        layout = self._pooling(pooling, gradient)
-        _engine.weight_gradient(segments, layout, gradient.data_ptr(), out.data_ptr(), threads())
+        call = self._lookup_call(lookup, pooling, gradient)
+        call.weight_gradient(gradient.data_ptr(), out.data_ptr(), threads())
         return out
 
     def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
         assert isinstance(lookup, CpuLookup)
-        segments = self._lookup_segments(lookup, pooling)
-        layout = self._pooling(pooling, gradient)
+        call = self._lookup_call(lookup, pooling, gradient)
         return [
-            self._sums(table, segment, layout, gradient, lookup.bounds[t + 1] - lookup.bounds[t])
-            for t, (table, segment) in enumerate(zip(self.tables, segments, strict=True))
+            self._sums(table, call, t, gradient, lookup.bounds[t + 1] - lookup.bounds[t])
+            for t, table in enumerate(self.tables)
         ]
 
     def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
@@ -162,22 +159,22 @@ class CpuTableGroup(TableGroup):
         for t, table in enumerate(self.tables):
             ids = torch.cat([part[t][0] for part in parts])
             gradient = torch.cat([part[t][1] for part in parts])
-            segment, layout = self._located(table, ids, gradient)
-            merged.append(self._sums(table, segment, layout, gradient, len(ids), clamp=False))
+            call = self._located(table, ids, gradient)
+            merged.append(self._sums(table, call, 0, gradient, len(ids), clamp=False))
         return merged
 
     def update_summed(self, gradients: SummedGradients) -> None:
         self._steps()
         for table, (ids, gradient) in zip(self.tables, gradients, strict=True):
-            segment, layout = self._located(table, ids, gradient)
+            call = self._located(table, ids, gradient)
             step = _engine_step(table, clamp=False)
-            _engine.update([segment], layout, gradient.data_ptr(), [step], threads())
+            call.update(gradient.data_ptr(), [step], threads())
 
     def _sums(
         self,
         table: CpuTable,
-        segment: Any,
-        layout: Any,
+        call: Any,
+        t: int,
         gradient: torch.Tensor,
         n: int,
         *,
@@ -186,25 +183,16 @@ class CpuTableGroup(TableGroup):
         ids = torch.empty(n, dtype=torch.int64, device="cpu")
         sums = torch.empty(n, table.dim, dtype=torch.float32, device="cpu")
         limit = table.optimizer.numbers(1)["max_gradient"] if clamp else 0.0
-        count = _engine.reduce(
-            segment,
-            layout,
-            gradient.data_ptr(),
-            limit,
-            threads(),
-            ids.data_ptr(),
-            sums.data_ptr(),
+        count = call.reduce(
+            t, gradient.data_ptr(), limit, threads(), ids.data_ptr(), sums.data_ptr()
         )
         return ids[:count], sums[:count]
 
-    def _located(
-        self, table: CpuTable, ids: torch.Tensor, gradient: torch.Tensor
-    ) -> tuple[Any, Any]:
-        """A segment over given ids, with one gradient row each."""
+    def _located(self, table: CpuTable, ids: torch.Tensor, gradient: torch.Tensor) -> Any:
+        """A call over given ids, with one gradient row each."""
         batch = _engine.Batch(table.engine, LOCATE, ids.data_ptr(), len(ids), 0)
         _engine.run_batches([batch], [(0, 0)], threads())
-        layout = self._pooling(Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,)), gradient)
-        return _engine.Segment(table.engine, batch, 0, len(ids), 0, 1, 0), layout
+        return _call([table.engine], [batch], (0, len(ids)), UNPOOLED, gradient)
 
     def _steps(self) -> list[Any]:
         """The next optimizer step of every table."""
@@ -216,37 +204,32 @@ class CpuTableGroup(TableGroup):
             table.iteration += 1
         return [_engine_step(table) for table in self.tables]
 
-    def _lookup_segments(self, lookup: Lookup, pooling: Pooling) -> list[Any]:
+    def _lookup_call(self, lookup: Lookup, pooling: Pooling, output: torch.Tensor) -> Any:
         assert isinstance(lookup, CpuLookup)
-        return self._segments(lookup.batches, lookup.bounds, pooling)
+        return _call(self._engines, lookup.batches, lookup.bounds, pooling, output)
 
-    def _segments(
-        self, batches: Sequence[Any], bounds: Sequence[int], pooling: Pooling
-    ) -> list[Any]:
-        segments = []
-        feature = column = 0
-        for t, table in enumerate(self.tables):
-            features = pooling.features[t]
-            begin, end = bounds[t], bounds[t + 1]
-            segments.append(
-                _engine.Segment(
-                    table.engine, batches[t], begin, end - begin, feature, features, column
-                )
-            )
-            feature += features
-            column += features * table.dim
-        return segments
 
-    def _pooling(self, pooling: Pooling, output: torch.Tensor) -> Any:
-        return _engine.Pooling(
-            pooled=pooling.pooled,
-            mean=pooling.mode is DynamicEmbPoolingMode.MEAN,
-            batch_size=pooling.batch_size,
-            offsets=address(pooling.offsets),
-            weights=address(pooling.weights),
-            type=TYPES[pooling.dtype],
-            stride=output.shape[1],
-        )
+def _call(
+    engines: Sequence[Any],
+    batches: Sequence[Any],
+    bounds: Sequence[int],
+    pooling: Pooling,
+    output: torch.Tensor,
+) -> Any:
+    """The engine's call over the ids of several tables; ``output`` is like what comes out."""
+    return _engine.Call(
+        engines,
+        batches,
+        pooling.features,
+        bounds,
+        pooling.pooled,
+        pooling.mode is DynamicEmbPoolingMode.MEAN,
+        pooling.batch_size,
+        address(pooling.offsets),
+        address(pooling.weights),
+        TYPES[pooling.dtype],
+        output.shape[1],
+    )
 
 
 def _engine_step(table: CpuTable, *, clamp: bool = True) -> Any:

@@ -27,8 +27,6 @@ SMALL_TILE = 4096 if INTERPRETED else 256  # of rows of few columns
 HOT_TILE = 4096 if INTERPRETED else 128
 HOT_UNROLL = 2 if INTERPRETED else 16
 
-UNPOOLED = Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,))
-
 
 class _Sources:
     """What the kernels that sum gradients share: where the gradient of an occurrence is."""

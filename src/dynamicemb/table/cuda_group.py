@@ -15,13 +15,22 @@ from dynamicemb.table import cuda_gradients
 from dynamicemb.table import cuda_reading as reading
 from dynamicemb.table.cuda_batch import LANES, SLOT_GONE, SLOT_REJECTED, Batch
 from dynamicemb.table.cuda_evicted import Evicted
-from dynamicemb.table.cuda_gradients import UNPOOLED, sums_per_entry
+from dynamicemb.table.cuda_gradients import sums_per_entry
 from dynamicemb.table.cuda_layout import Layout, TableClass, to_device
 from dynamicemb.table.cuda_replay import Replay
 from dynamicemb.table.cuda_streams import Entrance
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.numbers import NO_EVICTION_STRATEGY, TYPES
-from dynamicemb.table.rows import Bounds, Kept, Lookup, Pooling, Rows, SummedGradients, Written
+from dynamicemb.table.rows import (
+    UNPOOLED,
+    Bounds,
+    Kept,
+    Lookup,
+    Pooling,
+    Rows,
+    SummedGradients,
+    Written,
+)
 from dynamicemb.table.scored import batch_scores
 
 if TYPE_CHECKING:

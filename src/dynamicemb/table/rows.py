@@ -132,6 +132,9 @@ class Pooling(NamedTuple):
         return self.mode is not DynamicEmbPoolingMode.NONE
 
 
+#: Every id has a row of float32 of its own.
+UNPOOLED = Pooling(DynamicEmbPoolingMode.NONE, torch.float32, (1,))
+
 #: Where the ids of each table begin and end: numbers, or int64 on the tables' device.
 Bounds = Sequence[int] | torch.Tensor
 
