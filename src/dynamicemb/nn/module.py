@@ -136,7 +136,7 @@ class DynamicModule(nn.Module, ABC):
         """Columns of a pooled output."""
         return sum(n * table.dim for n, table in zip(self.features, self.tables, strict=True))
 
-    @cached_property
+    @property
     def device(self) -> torch.device:
         """Where the tables are, and ids and gradients must be."""
         return self.tables[0].device
@@ -423,8 +423,7 @@ class DynamicModule(nn.Module, ABC):
         """Copies and pickles carry the rows, not what belongs to this process: lookups and
         gradients in flight, the process group."""
         state = self.__dict__.copy()
-        ours = ("_group", "_prefetched", "_waiting", "_pending", "_key", "process_group")
-        for name in (*ours, "device", "output_columns"):
+        for name in ("_group", "_prefetched", "_waiting", "_pending", "_key", "process_group"):
             state.pop(name, None)
         return state
 
