@@ -71,7 +71,7 @@ from dynamicemb import DynamicEmbPoolingMode, DynamicEmbScoreStrategy
 import eager_graph
 interpreter.use_for_all_tables()
 
-def trained(replayed, strategy, pooling):
+def trained(replayed, strategy, pooling, n):
     options = DynamicEmbTableOptions(
         dim=16, max_capacity=64, bucket_capacity=32,
         score_strategy=DynamicEmbScoreStrategy[strategy],
@@ -84,23 +84,24 @@ def trained(replayed, strategy, pooling):
     generator = torch.Generator().manual_seed(1)
     outputs = []
     for step in range(int(sys.argv[3])):
-        ids = torch.randint(step // 4, 60 + step // 4, (40,), generator=generator)
-        bags = torch.tensor([0, 11, 20, 27, 40])
+        ids = torch.randint(step // 4, n * 3 // 2 + step // 4, (n,), generator=generator)
+        bags = torch.tensor([0, n // 4, n // 2, n // 2 + 1, n])
         outputs.append(tables(ids, bags))
         outputs[-1].backward(torch.rand(outputs[-1].shape, generator=generator))
     spaces = tables._group.layout.workspaces._idle
     assert any(one.graph is not None for one in spaces) == replayed
     return [*outputs, *(one for t in tables.tables for one in t.state_dict().values())]
 
-for strategy, pooling in zip(sys.argv[4::2], sys.argv[5::2]):
-    for a, b in zip(*(trained(how, strategy, pooling) for how in (False, True)), strict=True):
-        assert not isinstance(a, torch.Tensor) or torch.equal(a, b), (strategy, pooling)
+for case in zip(sys.argv[4::3], sys.argv[5::3], map(int, sys.argv[6::3])):
+    for a, b in zip(*(trained(how, *case) for how in (False, True)), strict=True):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b), case
 """
 
 
 def test_batches_that_are_replayed_give_the_same_bits() -> None:
     """The kernels of a graph find ids and output by their addresses."""
-    run(REPLAYED, 8, ["STEP", "NONE", "STEP", "SUM", "LFU", "NONE"])
+    cases = [("STEP", "NONE", "40"), ("STEP", "SUM", "40"), ("LFU", "NONE", "40")]
+    run(REPLAYED, 8, [word for case in (*cases, ("STEP", "NONE", "8")) for word in case])
 
 
 def test_full_buckets_let_go_what_the_engine_lets_go() -> None:

@@ -104,6 +104,17 @@ def test_steps_that_are_replayed_as_a_graph_give_the_same_bits(strategy: str, po
             assert torch.equal(first.state_dict()[name], second.state_dict()[name])
 
 
+def test_few_ids_that_are_replayed_are_trained_as_often_as_they_occur() -> None:
+    direct, replayed = module(tables=1, pooling="NONE"), module(tables=1, pooling="NONE")
+    direct._group._replay._works = False
+    ids, offsets = torch.tensor([3, 5, 3, 3, 5], device="cuda"), torch.arange(6, device="cuda")
+    for tables in (direct, replayed):
+        for _ in range(8):
+            tables(ids, offsets).sum().backward()
+    assert replayed._group.layout.workspaces._idle[-1].graph is not None
+    assert torch.equal(direct(ids, offsets), replayed(ids, offsets))
+
+
 @pytest.mark.parametrize("pooling", ["NONE", "SUM"])
 def test_batches_of_many_sizes_and_prefetching_between_graphs(pooling: str) -> None:
     direct, replayed = module(pooling=pooling), module(pooling=pooling)

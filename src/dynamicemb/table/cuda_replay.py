@@ -105,6 +105,7 @@ class Replay:
                 if out is not None:
                     read_batch(layout, batch, out)
                 if seen.batches == SEEN_BEFORE:  # compiles what backward may not have needed yet
+                    batch.group()
                     batch.list_hot()
                 return batch
         graph = space.graph
@@ -164,6 +165,7 @@ class Replay:
         bounds = None if layout.tables == 1 else graph.bounds
         batch = Batch(layout, graph.addresses, bounds, space=space, graph=graph)
         with branches.grouping():
+            batch.group()
             batch.list_hot()
         counted = (LFU_STRATEGY, PAIR_STRATEGY)
         if any(one.strategy in counted for one in layout.classes):
