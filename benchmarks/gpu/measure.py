@@ -55,11 +55,12 @@ class Clock:
         return 2 * source.nbytes / micros * 1e6
 
 
-def machine() -> dict[str, str]:
-    """What was measured, and where."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+def machine(commit: str | None = None) -> dict[str, str]:
+    """What was measured, and where. ``commit``: default what git says."""
+    if commit is None:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -28,13 +28,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="load 0.5 and dim 64 only")
     parser.add_argument("--only", default="", help="module, rows or tables")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     clock = Clock()
     bandwidth = clock.copy_bandwidth()
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **machine(),
+        **machine(args.commit),
         "copy_TB_per_s": bandwidth / 1e12,
     }
     loads = (0.5,) if args.quick else (0.5, 0.75, 1.0)

@@ -108,8 +108,9 @@ class Life:
         shape, count = self.shape, len(self.shape.dims)
         ids = self._ids(generator).to(self.device)
         bounds = tuple(shape.ids * t for t in range(count + 1))
-        bags = shape.ids // shape.bag
-        starts = torch.arange(count * bags + 1, device="cpu") * shape.bag
+        bag = min(shape.bag, shape.ids)
+        bags = shape.ids // bag
+        starts = torch.arange(count * bags + 1, device="cpu") * bag
         starts[-1] = len(ids)
         weights = None
         if shape.weighted:

@@ -82,7 +82,7 @@ def main() -> int:
     while time.perf_counter() < end:
         shape = replace(
             generator.choice(list(SHAPES.values())),
-            ids=generator.choice((10, 100, 1000, 10000)),
+            ids=generator.choice((1, 5, 100, 1000, 10000)),
             spread=generator.choice((50, 5000, 50000)),
             capacity=generator.choice((256, 4096, 65536)),
             width=generator.choice((16, 64, 128)),

@@ -71,19 +71,19 @@ class CudaTableGroup(TableGroup):
     def find_slots(self, ids: torch.Tensor, bounds: torch.Tensor | None) -> torch.Tensor:
         """int32 [n]: the slot of each id in its table, or -1."""
         with self._entered as layout:
-            slots = torch.empty(len(ids), dtype=torch.int32, device=self.device)
-            one_table = layout.tables == 1
+            count, one_table = ids.shape[0], layout.tables == 1
+            slots = torch.empty(count, dtype=torch.int32, device=self.device)
             for one in layout.classes:
                 if one.wide:
                     self._wide_slots(ids, bounds, one, slots)
                     continue
                 launch(
                     find.lookup_kernel,
-                    blocks(len(ids), LANES),
+                    blocks(count, LANES),
                     (
                         ids,
                         *reading.pointer_and_step(layout, bounds),
-                        len(ids),
+                        count,
                         layout.meta,
                         layout.tables,
                         one.number,
@@ -134,7 +134,9 @@ class CudaTableGroup(TableGroup):
                 return
             slots = self.find_slots(ids, limits)
             if pooling.pooled:
-                reading.pool(layout, slots, None, pooling, out, len(ids), missing=True, sides={})
+                reading.pool(
+                    layout, slots, None, pooling, out, ids.shape[0], missing=True, sides={}
+                )
                 return
             for one in layout.classes:
                 reading.gather(

@@ -44,15 +44,16 @@ def find_and_copy(
     slots: torch.Tensor | None,
 ) -> None:
     """Rows of ids, found and copied in one launch per class."""
+    count = ids.shape[0]  # len() of a tensor is Python code of torch
     for one in layout.classes:
         block = _found_rows(one.columns)
         launch(
             find.find_rows_kernel,
-            blocks(len(ids), block),
+            blocks(count, block),
             (
                 ids,
                 *pointer_and_step(layout, bounds),
-                len(ids),
+                count,
                 layout.meta,
                 layout.floats,
                 layout.tables,
@@ -95,7 +96,7 @@ def gather(
 ) -> None:
     """Rows of slots, or of the entries that have them. ``address``: where the address of an output
     like ``out`` will be."""
-    count = len(out)
+    count = out.shape[0]
     block = max(1, GATHER_TILE // one.columns)
     launch(
         rows.gather_kernel,
