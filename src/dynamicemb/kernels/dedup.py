@@ -42,8 +42,11 @@ def claim_kernel(
     if not ONE:
         hashes = hashes ^ (table.to(tl.uint64) * 0x9E3779B97F4A7C15 >> 20)
         limits = bounds_ptr + table * bounds_step
-        begin = tl.load(limits, mask=pending, other=0).to(tl.int32)
-        end = tl.load(limits + bounds_step, mask=pending, other=0).to(tl.int32)
+        # As ``table_of`` sees it: ids before the first bound and after the last have a table, too.
+        inner = pending & (table > 0)
+        begin = tl.load(limits, mask=inner, other=0).to(tl.int32)
+        inner = pending & (table + 1 < tables)
+        end = tl.load(limits + bounds_step, mask=inner, other=count).to(tl.int32)
     cell = (hashes & last_cell.to(tl.uint64)).to(tl.int32)
     nobody = tl.full([BLOCK], -1, tl.int32)
     while tl.max(pending.to(tl.int32), axis=0) > 0:
@@ -136,11 +139,14 @@ def reset_work(work_ptr, words, entries):
 def stage_kernel(
     ids_ptr, out_ptr, bounds_ptr, bounds_step, bounds, numbers_ptr, words, addresses_ptr,
     to_bounds_ptr, to_numbers_ptr, BLOCK: tl.constexpr, OUT_ADDRESS: tl.constexpr,
+    OUT: tl.constexpr,
 ):  # fmt: skip
     """Copies the addresses of ids and of an output, ``bounds`` bounds (int64) and ``words`` words
-    of numbers (int32) to where the kernels of a batch expect them; a single program."""
+    of numbers (int32) to where the kernels of a batch expect them; a single program. OUT: the type
+    of the output, or -1 where there is none."""
     tl.store(addresses_ptr, ids_ptr.to(tl.int64))
-    tl.store(addresses_ptr + OUT_ADDRESS, out_ptr.to(tl.int64))
+    if OUT >= 0:
+        tl.store(addresses_ptr + OUT_ADDRESS, out_ptr.to(tl.int64))
     place = 0
     while place < bounds:
         k = place + tl.arange(0, BLOCK)

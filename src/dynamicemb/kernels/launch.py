@@ -39,10 +39,14 @@ class _Launcher:
     Triton's own launch looks at every argument anew (about 20 us). Here the first launch of a
     kernel with given constants compiles it, and later ones go straight to the driver's launcher.
     That is an internal interface: where it is not as expected, Triton's own launch is used.
+
+    So arguments must have the types of the first launch, and addresses be aligned; the interpreter
+    sees to it.
     """
 
     def __init__(self) -> None:
         self._compiled: dict[Any, Any] = {}
+        self._types: dict[Any, tuple[Any, ...]] = {}
         self._direct = not INTERPRETED
 
     def __call__(
@@ -76,12 +80,27 @@ class _Launcher:
                     *constants,
                 )
                 return
+        if INTERPRETED:
+            self._check(function, args, constants, warps)
         compiled = function[(programs,)](*args, *constants, num_warps=warps, enable_fp_fusion=False)
         if self._direct:
             try:
                 self._compiled[key] = _direct_launch(compiled)
             except AttributeError:
                 self._direct = False
+
+    def _check(
+        self, function: Any, args: tuple[Any, ...], constants: tuple[Any, ...], warps: int
+    ) -> None:
+        """That a kernel compiled for the first launch with these constants may start with these
+        arguments."""
+        name = function.fn.__name__
+        types = tuple(one.dtype if isinstance(one, torch.Tensor) else type(one) for one in args)
+        first = self._types.setdefault((function.fn, constants, warps), types)
+        assert types == first, f"{name}: compiled for {first}, started with {types}"
+        for parameter, one in zip(inspect.signature(function.fn).parameters, args, strict=False):
+            if isinstance(one, torch.Tensor):
+                assert one.data_ptr() % 16 == 0, f"{name}: {parameter} is not aligned"
 
 
 def _direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:

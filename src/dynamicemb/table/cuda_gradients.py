@@ -10,7 +10,6 @@ import torch
 from dynamicemb.kernels import gradients, rows
 from dynamicemb.kernels.gradients import HOT, SUM_BLOCK
 from dynamicemb.kernels.launch import INTERPRETED, aligned, blocks, launch
-from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbPoolingMode
 from dynamicemb.table.cuda_batch import Batch
 from dynamicemb.table.cuda_entries import ELEMENTS
@@ -19,7 +18,6 @@ from dynamicemb.table.cuda_workspace import hot_blocks
 from dynamicemb.table.numbers import TYPES
 from dynamicemb.table.rows import Pooling
 
-_L2, _DECOUPLED = 1, 2
 #: Numbers of the rows that one program updates, and those of the hot blocks that one sums at a
 #: time; occurrences that are asked for at once. Measured on an H200.
 UPDATE_TILE = 4096 if INTERPRETED else 512
@@ -57,7 +55,8 @@ class _Sources:
             assert pooling.offsets is not None
             tables, self.columns = layout.feature_arrays(pooling.features)
             self.offsets = aligned(pooling.offsets)
-            self.bag_of = torch.empty(batch.n, dtype=torch.int32, device=batch.device)
+            # Offsets of a GPU are not looked at: ids may be in no bag.
+            self.bag_of = torch.full((batch.n,), -1, dtype=torch.int32, device=batch.device)
             bags = len(tables) * pooling.batch_size
             launch(
                 rows.bags_kernel,
@@ -89,7 +88,7 @@ class _Sources:
         """The sums of blocks of ids that occur often."""
         batch, layout = self.batch, self.layout
         if batch.n <= HOT:
-            return self.steps
+            return layout.floats
         batch.list_hot()
         space, most = batch.space, hot_blocks(batch.n)
         sums = torch.empty(most, one.columns, dtype=torch.float32, device=batch.device)
@@ -142,8 +141,8 @@ def update(
     steps = layout.step_numbers.current(layout.version)
     sources = _Sources(layout, batch, pooling, gradient, steps)
     for one in layout.classes:
-        flags = _flags(layout.owners[one.members[0]].optimizer, clamp)
-        hot = sources.hot(one, flags[-1])
+        clamps = clamp and one.clips
+        hot = sources.hot(one, clamps)
         block, warps = _update_tile(one.columns)
         launch(
             gradients.update_kernel,
@@ -167,7 +166,11 @@ def update(
                 one.state_stride,
                 *sources.constants,
                 one.kind,
-                *flags,
+                one.maximize,
+                one.decay,
+                one.nesterov,
+                one.rounds_at_random,
+                clamps,
                 block,
                 2,
                 batch.one,
@@ -198,7 +201,7 @@ def sums_per_entry(
     steps = layout.step_numbers.current(layout.version)
     sources = _Sources(layout, batch, pooling, gradient, steps)
     for one in layout.classes:
-        clamps = _flags(layout.owners[one.members[0]].optimizer, clamp)[-1]
+        clamps = clamp and one.clips
         hot = sources.hot(one, clamps)
         out = torch.empty(batch.n, one.dim, dtype=torch.float32, device=batch.device)
         block = max(1, (4096 if INTERPRETED else 256) // one.columns)
@@ -281,18 +284,3 @@ def weight_gradient(
             device=batch.device,
         )
     return out
-
-
-def _flags(optimizer: Optimizer, clamp: bool) -> tuple[bool, int, bool, bool, bool]:
-    """(maximize, kind of weight decay, nesterov, stochastic rounding, clamped gradients)."""
-    args = optimizer.args
-    decay = 0
-    if args.weight_decay != 0:
-        decay = _DECOUPLED if optimizer.decoupled_weight_decay else _L2
-    return (
-        args.maximize,
-        decay,
-        args.nesterov,
-        args.stochastic_rounding,
-        clamp and args.gradient_clipping,
-    )

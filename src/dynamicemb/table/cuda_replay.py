@@ -23,7 +23,12 @@ from dynamicemb.table.cuda_batch import CROWDED, Batch
 from dynamicemb.table.cuda_layout import bits
 from dynamicemb.table.cuda_reading import read_batch
 from dynamicemb.table.cuda_workspace import COPIED, Workspace
-from dynamicemb.table.numbers import LFU_STRATEGY, NO_EVICTION_STRATEGY, PAIR_STRATEGY
+from dynamicemb.table.numbers import (
+    LFU_STRATEGY,
+    NO_EVICTION_STRATEGY,
+    PAIR_STRATEGY,
+    TYPES,
+)
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda_layout import Layout
@@ -129,7 +134,7 @@ class Replay:
                 graph.bounds,
                 target.words,
             ),
-            (COPIED, OUT_ADDRESS),
+            (COPIED, OUT_ADDRESS, -1 if out is None else TYPES[out.dtype]),
             device=layout.device,
         )
         graph.launches.replay()

@@ -170,11 +170,14 @@ class Numbers:
         self.device_tensor = torch.zeros(rows, tables, dtype=dtype, device=device)
         self._device = device
         cuda = device.type == "cuda"
-        staging = torch.zeros(self.ROUNDS, rows, tables, dtype=dtype, device="cpu", pin_memory=cuda)
-        self._arrays = list(staging.numpy())
+        used, aligned = rows * tables, 16 // dtype.itemsize
+        room = -(-used // aligned) * aligned
+        staging = torch.zeros(self.ROUNDS, room, dtype=dtype, device="cpu", pin_memory=cuda)
+        places = list(staging[:, :used])
+        self._arrays = [one.numpy().reshape(rows, tables) for one in places]
         if dtype is torch.int64:  # the bits of unsigned numbers
             self._arrays = [one.view(np.uint64) for one in self._arrays]
-        self._places = [_words(one) for one in staging]
+        self._places = [_words(one) for one in places]
         self.words = _words(self.device_tensor)  # what a kernel writes
         self.count = len(self.words)
         self._done: list[Any] = [None, None]  # when the copies of each half are
