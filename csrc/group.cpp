@@ -125,7 +125,9 @@ void Group::refresh(std::span<const Segment> segments, int threads) {
     batch.locate(tasks[task].partition);
     if (batch.places_ != nullptr) batch.publish(batch.parts_[tasks[task].partition]);
   });
-  for (const Segment& segment : stale) segment.batch->version_ = segment.table->version_;
+  // A row that is gone may come back: then it is looked for again.
+  for (const Segment& segment : stale)
+    if (segment.batch->rows_gone() == 0) segment.batch->version_ = segment.table->version_;
 }
 
 void Group::read(std::span<const Segment> segments, const Pooling& pooling, void* out,

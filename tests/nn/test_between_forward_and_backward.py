@@ -197,3 +197,23 @@ def test_ids_that_the_caller_overwrites_after_forward() -> None:
     out.sum().backward()
     assert row(module, 1) == row(module, 2) == [0.5, 0.5]
     assert not module.table.contains(torch.tensor([7])).any()
+
+
+@pytest.mark.parametrize("leave", ["erase", "clear"])
+def test_a_row_that_left_before_it_was_read_takes_its_gradient_when_it_is_back(leave: str) -> None:
+    module = BatchedDynamicEmbeddingTables(
+        [table_options(1, score_strategy=STEP)], learning_rate=1.0, seed=1
+    )
+    (table,) = module.tables
+    ids, offsets = torch.tensor([7, 8]), torch.tensor([0, 1, 2])
+    module.prefetch(ids, offsets)
+    if leave == "erase":
+        table.erase(ids)
+    else:
+        table.clear()
+    out = module(ids, offsets)
+    module(torch.tensor([8, 9]), offsets)
+    fresh = table.find(torch.tensor([8])).embeddings
+    out.sum().backward()
+    assert torch.equal(table.find(torch.tensor([8])).embeddings, fresh - 1.0)
+    assert table.stats().dropped_gradients == 1  # that of 7
