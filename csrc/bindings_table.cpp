@@ -184,6 +184,14 @@ void bind_table(nb::module_& m) {
           },
           "columns"_a, "scalar"_a, "initial"_a)
       .def(
+          "set_initial_state",
+          [](Table& self, std::vector<float> initial) {
+            nb::gil_scoped_release release;
+            std::unique_lock lock(self.mutex());
+            self.set_initial_state(std::move(initial));
+          },
+          "initial"_a)
+      .def(
           "set_initializer",
           [](Table& self, const Initializer& initializer) {
             nb::gil_scoped_release release;

@@ -135,6 +135,8 @@ class Table {
 
   // Another optimizer: embeddings and scores stay, state starts from its initial value.
   void set_state_layout(const StateLayout& state);
+  // The state of new rows, of the present layout.
+  void set_initial_state(std::vector<float> initial) { state_.initial = std::move(initial); }
   void set_initializer(const Initializer& initializer) { config_.initializer = initializer; }
   void set_next_row_number(uint64_t number) { next_row_number_ = number; }
   uint64_t next_row_number() const { return next_row_number_; }

@@ -235,3 +235,13 @@ def test_find_changes_nothing_at_all() -> None:
         table.contains(tensor([1, 2, 3, 3]))
     assert contents(table).scores.tolist() == before.scores.tolist()
     assert table.stats() == stats
+
+
+def test_new_rows_start_with_the_state_of_the_present_optimizer() -> None:
+    table = make_table(optimizer=adagrad())
+    table.find_or_insert(tensor([1]))
+    arguments = OptimizerArgs(initial_accumulator_value=0.25)
+    table.set_optimizer(Optimizer(OptimizerKind.ADAGRAD, arguments))
+    table.find_or_insert(tensor([2]))
+    state = table.find(tensor([1, 2])).state
+    assert state[:, 0].tolist() == [0.5, 0.25]  # rows that are there keep theirs

@@ -325,12 +325,15 @@ class CpuTable(DeviceTable):
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = self._checked_optimizer(optimizer)
+        columns, scalar, initial = state_layout(optimizer, self.dim)
         if optimizer.kind is not self._optimizer.kind:
             try:
-                self.engine.set_state_layout(*state_layout(optimizer, self.dim))
+                self.engine.set_state_layout(columns, scalar, initial)
             except MemoryError as error:
                 raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
             self.iteration = 0
+        elif optimizer.state_initial_value() != self._optimizer.state_initial_value():
+            self.engine.set_initial_state(initial)
         self._optimizer = optimizer
 
     def set_seed(self, seed: int) -> None:
