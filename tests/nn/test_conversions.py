@@ -118,3 +118,17 @@ def test_ids_of_every_integer_type(dtype: torch.dtype) -> None:
     rows = module(ids)
     assert torch.equal(rows, module(torch.tensor([0, 5, largest])))
     assert len(module.table) == 3
+
+
+@pytest.mark.parametrize("convert", ["half", "double", "float"])
+def test_gradients_that_wait_for_a_step_survive_a_conversion(convert: str) -> None:
+    expected, module = DynamicEmbedding(4, seed=1), DynamicEmbedding(4, seed=1)
+    for one in (expected, module):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        one(IDS[:2]).sum().backward()  # a norm that float16 rounds
+        if one is module:
+            getattr(one, convert)()
+        optimizer.step()
+    assert module.handle.dtype == module.handle.grad.dtype == torch.float32
+    a, b = (one.table.find(IDS).embeddings for one in (expected, module))
+    assert torch.equal(a, b)

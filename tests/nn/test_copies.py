@@ -188,3 +188,18 @@ def test_dtype_and_device_moves_of_a_model_keep_it_working() -> None:
         optimizer.step()
         assert (model["rows"].table.find(torch.arange(2)).embeddings == 0.5).all()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", [*COPIES, "copy"])
+def test_a_frozen_module_is_copied_and_stays_frozen(name: str) -> None:
+    module = DynamicEmbedding(3, seed=1).requires_grad_(False)
+    module(torch.arange(4))
+    copied = (COPIES | {"copy": copy.copy})[name](module)
+    assert not copied.handle.requires_grad
+    assert torch.equal(copied(torch.arange(4)), module(torch.arange(4)))
+    copied.requires_grad_(True)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=1.0)
+    before = copied(torch.arange(4)).detach().clone()
+    copied(torch.arange(4)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(copied(torch.arange(4)), before - 1.0)

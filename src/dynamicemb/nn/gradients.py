@@ -34,7 +34,10 @@ class PendingGradients:
             if method is not None:
                 method(handle)
 
-        handle.register_post_accumulate_grad_hook(hook)
+        frozen = not handle.requires_grad  # a copy may be; torch then takes no hook
+        handle.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+        if frozen:
+            handle.requires_grad_(False)
 
     def add(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> None:
         """A backward ran; its gradient of the handle is accumulated after this, unless it is an

@@ -412,9 +412,12 @@ class DynamicModule(nn.Module, ABC):
         if dtype in OUTPUT_DTYPES:
             self.output_dtype = dtype
         handle = self.handle
+        gradient = None if handle.grad is None else handle.grad.clone()
         super()._apply(fn, recurse)
         if self.handle.dtype is not torch.float32:  # the norm of gradients, which may be large
             self.handle.data = self.handle.data.to(torch.float32)
+            if gradient is not None:  # not rounded: the gradients would be scaled by that
+                self.handle.grad = gradient.to(self.handle.device)
         if self.handle is not handle:
             self._attach()
         return self
