@@ -115,6 +115,83 @@ def test_few_ids_that_are_replayed_are_trained_as_often_as_they_occur() -> None:
     assert torch.equal(direct(ids, offsets), replayed(ids, offsets))
 
 
+@pytest.mark.parametrize("separate_step", [False, True])
+def test_many_ids_after_a_few_are_summed(separate_step: bool) -> None:
+    """What is compiled for a batch in which no id can occur often serves those after it."""
+    dim = 17 + separate_step  # rows that no other test has
+    tables = BatchedDynamicEmbeddingTables(
+        [DynamicEmbTableOptions(dim=dim, max_capacity=256)],
+        pooling_mode=DynamicEmbPoolingMode.NONE,
+        separate_step=separate_step,
+        learning_rate=1.0,
+        device="cuda",
+        seed=1,
+    )
+    ids = torch.tensor([1] * 12 + [2, 3], device="cuda")
+    start = tables(ids[11:], torch.arange(4, device="cuda")).detach().clone()
+    for one in (ids[11:], ids):
+        tables(one, torch.arange(len(one) + 1, device="cuda")).sum().backward()
+        if separate_step:
+            tables.step()
+            tables.handle.grad = None
+    change = start - tables.tables[0].find(ids[11:]).embeddings
+    expected = torch.tensor([13.0, 2.0, 2.0], device="cuda")[:, None].expand(3, dim)
+    assert torch.allclose(change, expected, atol=1e-5)
+
+
+def test_a_captured_evaluation_follows_an_optimizer_of_torch() -> None:
+    embedding = DynamicEmbedding(16, device="cuda", seed=1)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.5)
+    ids = torch.arange(50, device="cuda")
+    embedding(ids).sum().backward()
+    optimizer.step()
+    embedding.eval()
+    with torch.no_grad():
+        embedding(ids)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = embedding(ids)
+    for _ in range(3):
+        embedding.train()(ids).sum().backward()
+        optimizer.step()
+        taken = [torch.full((100,), -1, device="cuda") for _ in range(1000)]  # what was given back
+        graph.replay()
+        assert torch.equal(out, embedding.eval()(ids))
+        del taken
+
+
+def test_ids_outside_of_all_bags_take_no_gradient() -> None:
+    tables, expected = module(), module()
+    ids, offsets = batch(0)
+    more = torch.cat([ids, torch.arange(9000, 9040, device="cuda")])  # a buffer with room
+    for step in range(8):  # some as a graph
+        for one, given in ((expected, ids), (tables, more)):
+            out = one(given, offsets)
+            out.backward(torch.full_like(out, 0.1 * step))
+    for a, b in zip(expected.tables, tables.tables, strict=True):
+        known = a.state_dict()["ids"]
+        assert torch.equal(a.find(known).embeddings, b.find(known).embeddings)
+    assert tables.tables[-1].contains(more[120:]).all()  # the last table's, as the others after it
+
+
+def test_tables_with_several_features_are_prefetched_on_a_stream() -> None:
+    """Where the ids of a table begin is made on the stream that asks first."""
+    options = DynamicEmbTableOptions(dim=8, max_capacity=4096)
+    plain, ahead = (
+        BatchedDynamicEmbeddingTables(
+            [options] * 2, feature_table_map=[0, 0, 1], device="cuda", seed=1
+        )
+        for _ in range(2)
+    )
+    ids, offsets = batch(0)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        ahead.prefetch(ids, offsets)
+    assert torch.equal(ahead(ids, offsets), plain(ids, offsets))
+
+
 @pytest.mark.parametrize("pooling", ["NONE", "SUM"])
 def test_batches_of_many_sizes_and_prefetching_between_graphs(pooling: str) -> None:
     direct, replayed = module(pooling=pooling), module(pooling=pooling)

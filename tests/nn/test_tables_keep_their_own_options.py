@@ -154,3 +154,37 @@ def test_one_options_object_for_two_tables() -> None:
     assert [len(table) for table in module.tables] == [1, 0]
     module.tables[0].optimizer.set_learning_rate(0.0)
     assert module.tables[1].optimizer.args.learning_rate == 1.0
+
+
+def test_numbers_of_optimizers() -> None:
+    """What differs is more than a rate: how kernels treat gradients."""
+    changes: list[dict[str, object]] = [
+        {},
+        {"maximize": True},
+        {"weight_decay": 0.5, "weight_decay_mode": 1},
+        {"gradient_clipping": True, "max_gradient": 1.0},
+    ]
+    module = BatchedDynamicEmbeddingTables(
+        [table_options(2, initializer_args=constant(1.0))] * len(changes), learning_rate=0.5
+    )
+    ids, offsets = torch.arange(len(changes)), torch.arange(len(changes) + 1)
+    module(ids, offsets)
+    for table, change in zip(module.tables, changes, strict=True):
+        for name, value in change.items():
+            setattr(table.optimizer.args, name, value)
+    (module(ids, offsets) * 2).sum().backward()
+    found = [t.find(ids[n : n + 1]).embeddings[0, 0] for n, t in enumerate(module.tables)]
+    assert [float(one) for one in found] == [0.0, 2.0, -0.25, 0.5]
+
+
+def test_a_warning_names_the_ids_of_its_own_table() -> None:
+    options = table_options(
+        2, max_capacity=16, bucket_capacity=16, safe_check_mode=DynamicEmbCheckMode.WARNING
+    )
+    module = BatchedDynamicEmbeddingTables([options] * 2, ["a", "b"])
+    with pytest.warns(UserWarning, match="could not insert") as warned:
+        module(torch.arange(50), torch.tensor([0, 30, 50]))
+    assert [str(one.message)[:60] for one in warned] == [
+        "table 'a' could not insert 14 distinct ids of a batch of 30:"[:60],
+        "table 'b' could not insert 4 distinct ids of a batch of 20: "[:60],
+    ]

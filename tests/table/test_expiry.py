@@ -126,6 +126,8 @@ def test_what_cannot_expire_is_refused() -> None:
     ):
         with pytest.raises(DynamicEmbError):
             make_table(strategy).expire_after(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="slots is 0"):
+        make_table().expire(1, slots=0)
     with pytest.raises(UsageError, match="no dynamic"):
         expire_rows(torch.nn.Linear(1, 1), steps=1)
 

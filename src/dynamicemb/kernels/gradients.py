@@ -55,14 +55,23 @@ LONG = 64
 
 
 @triton.jit
+def bags_of(occurrence, mask, bag_of_ptr, POOLED: tl.constexpr):
+    """(bag, mask): of occurrences; those in no bag, -1, are not in the mask."""
+    if POOLED:
+        bag = tl.load(bag_of_ptr + occurrence, mask=mask, other=-1)
+        return bag, mask & (bag >= 0)
+    else:
+        return occurrence, mask
+
+
+@triton.jit
 def gradient_places(
-    occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, OUT: tl.constexpr,
+    occurrence, bag, mask, feature_column_ptr, batch_size, stride, OUT: tl.constexpr,
     ALIGNED: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     """Where the gradient row of an occurrence starts, in elements. ALIGNED: at multiples of 16
     bytes."""
     if POOLED:
-        bag = tl.load(bag_of_ptr + occurrence, mask=mask, other=0)
         feature = bag // batch_size
         column = tl.load(feature_column_ptr + feature, mask=mask, other=0)
         at = (bag % batch_size).to(tl.int64) * stride + column
@@ -73,15 +82,14 @@ def gradient_places(
 
 @triton.jit
 def gradient_scales(
-    occurrence, mask, bag_of_ptr, offsets_ptr, weights_ptr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    occurrence, bag, mask, offsets_ptr, weights_ptr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The factor an occurrence entered the output with, float32 [BLOCK]."""
     scale = tl.full([BLOCK], 1.0, tl.float32)
     if WEIGHTED:
         scale = tl.load(weights_ptr + occurrence, mask=mask, other=0.0)
     if MEAN:
-        bag = tl.load(bag_of_ptr + occurrence, mask=mask, other=0)
         begin = tl.load(offsets_ptr + bag, mask=mask, other=0)
         length = tl.load(offsets_ptr + bag + 1, mask=mask, other=1) - begin
         scale = scale * tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), length.to(tl.float32))
@@ -96,9 +104,10 @@ def gradient_rows(
     WEIGHTED: tl.constexpr, CLAMP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the gradients of occurrences, float32 [BLOCK, COLUMNS]; -0.0, which adds
-    nothing, where ``mask`` is not set."""
+    nothing, where ``mask`` is not set or an occurrence is in no bag."""
+    bag, mask = bags_of(occurrence, mask, bag_of_ptr, POOLED)
     at = gradient_places(
-        occurrence, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, OUT, ALIGNED, POOLED
+        occurrence, bag, mask, feature_column_ptr, batch_size, stride, OUT, ALIGNED, POOLED
     )
     inside = mask[:, None]
     if DIM % COLUMNS != 0:
@@ -110,7 +119,7 @@ def gradient_rows(
         value = tl.where(value > clamp, clamp, value)
     if MEAN or WEIGHTED:
         scale = gradient_scales(
-            occurrence, mask, bag_of_ptr, offsets_ptr, weights_ptr, MEAN, WEIGHTED, BLOCK
+            occurrence, bag, mask, offsets_ptr, weights_ptr, MEAN, WEIGHTED, BLOCK
         )
         value = value * scale[:, None]
     return tl.where(mask[:, None], value, -0.0)
@@ -360,12 +369,13 @@ def weight_gradient_kernel(
         slots, table, mask, meta_ptr, floats_ptr, side_ptr, tables, DIM, COLUMNS, STRIDE, TYPE,
         False, SIDE,
     )  # fmt: skip
+    bag, covered = bags_of(i, mask, bag_of_ptr, POOLED)
     at = gradient_places(
-        i, mask, bag_of_ptr, feature_column_ptr, batch_size, stride, OUT, ALIGNED, POOLED
+        i, bag, covered, feature_column_ptr, batch_size, stride, OUT, ALIGNED, POOLED
     )
     column = tl.arange(0, COLUMNS)
-    inside = mask[:, None] & (column < DIM)[None, :]
+    inside = covered[:, None] & (column < DIM)[None, :]
     gradient = tl.load(gradient_ptr + at[:, None] + column[None, :], mask=inside, other=0)
     product = ordered_dot(widen(row, TYPE), widen(gradient, OUT), BLOCK, COLUMNS)
-    scale = gradient_scales(i, mask, bag_of_ptr, offsets_ptr, offsets_ptr, MEAN, False, BLOCK)
+    scale = gradient_scales(i, bag, covered, offsets_ptr, offsets_ptr, MEAN, False, BLOCK)
     tl.store(out_ptr + i, product * scale, mask=mask)

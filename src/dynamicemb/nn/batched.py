@@ -33,6 +33,7 @@ from dynamicemb.options import (
     DynamicEmbTableOptions,
 )
 from dynamicemb.table import Pooling, Table, create_table
+from dynamicemb.table.cuda_streams import current_stream
 
 
 class BatchedDynamicEmbeddingTables(DynamicModule):
@@ -98,7 +99,11 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         ]
         super().__init__(tables, features, output_dtype=output_dtype, fused=not separate_step)
         self.pooling_mode = mode
-        self._first_bags: tuple[int, torch.Tensor] | None = None
+
+    def _attach(self) -> None:
+        super()._attach()
+        #: Of each stream: a batch size, and the bags where the ids of tables begin then.
+        self._first_bags: dict[int | None, tuple[int, torch.Tensor]] = {}
 
     @property
     def table_names(self) -> list[str]:
@@ -149,10 +154,12 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
             return offsets[:: batch_size * self.features[0]]  # a view: every so many offsets
         firsts = [batch_size * n for n in itertools.accumulate(self.features, initial=0)]
         if on_gpu:
-            if self._first_bags is None or self._first_bags[0] != batch_size:
+            stream = current_stream(self.device)  # prefetching has another one
+            known = self._first_bags.get(stream)
+            if known is None or known[0] != batch_size:
                 places = torch.tensor(firsts, device="cpu").to(self.device, non_blocking=True)
-                self._first_bags = batch_size, places
-            return offsets.index_select(0, self._first_bags[1])
+                known = self._first_bags[stream] = batch_size, places
+            return offsets.index_select(0, known[1])
         return (0, *(int(offsets[first]) for first in firsts[1:-1]), count)
 
     def forward(

@@ -10,7 +10,6 @@ import torch
 from dynamicemb.admission import admission_mask
 from dynamicemb.errors import (
     InvalidArgumentError,
-    OutOfMemoryError,
     UsageError,
     check_integer,
     wrong_value,
@@ -84,7 +83,8 @@ class CudaTable(CudaWriting):
     # ---- what a table is ----
 
     def stats(self) -> TableStats:
-        counts = dict(zip(COUNTER_NAMES, self.counters.tolist(), strict=True))
+        with self.entered:
+            counts = dict(zip(COUNTER_NAMES, self.counters.tolist(), strict=True))
         used = 0 if self.known_changes.removals is None else self.known_changes.removals.bytes
         used += sum(tensor.nbytes for tensor in self._tensors())
         used += 0 if self.counter is None else self.counter.table.stats().bytes
@@ -93,7 +93,8 @@ class CudaTable(CudaWriting):
         )
 
     def reset_stats(self) -> None:
-        self.counters[:_SIZE] = 0
+        with self.entered:
+            self.counters[:_SIZE] = 0
 
     # ---- writing ----
 
@@ -107,7 +108,7 @@ class CudaTable(CudaWriting):
         ids = self.check_ids("ids", ids)
         if counts is not None:
             counts = self.check_counts(counts, len(ids))
-        with self.lock:
+        with self.entered:
             group = self.group
             before = self.failures()
             lookup = group.find_or_insert(
@@ -124,11 +125,8 @@ class CudaTable(CudaWriting):
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
-        with self.lock:
-            self.enter()
-            layout = self.group.layout
-            layout.refresh()
-            batch = Batch(layout, aligned(ids), None)
+        with self.entered:
+            batch = Batch(self.group.layout, aligned(ids), None)
             if batch.n == 0:
                 return torch.zeros(0, dtype=torch.bool, device=self._device)
             slots = batch.locate(None)
@@ -156,10 +154,9 @@ class CudaTable(CudaWriting):
     def _expire(self, before: int, slots: int) -> torch.Tensor:
         """:meth:`expire`, with the count on the device. Waits for it only to log removals."""
         before = check_integer("before", before, minimum=0, maximum=2**64 - 1)
-        slots = min(check_integer("slots", slots, minimum=0), self.capacity)
+        slots = min(check_integer("slots", slots, minimum=1), self.capacity)
         words = self.scores if self.times is None else self.times
-        with self.lock:
-            self.enter()
+        with self.entered:
             removed = self._zeros(1, torch.int64)
             while slots > 0:
                 begin = self._expired_up_to % self.capacity
@@ -182,8 +179,7 @@ class CudaTable(CudaWriting):
     _expired_up_to = 0  # the slot that expire() looks at next
 
     def clear(self) -> None:
-        with self.lock:
-            self.enter()
+        with self.entered:
             if self.logs_removals:
                 self._log_removed((self.digests != 0).nonzero().squeeze(1))
             for tensor in (self.digests, self.keys, self.scores, self.times):
@@ -201,7 +197,7 @@ class CudaTable(CudaWriting):
         optimizer, progress = self.optimizer, self.progress()
 
         def undo() -> None:
-            with self.lock:
+            with self.entered:
                 self.clear()
                 if self.buckets != buckets:
                     self._set_index(self._index(buckets))
@@ -224,13 +220,9 @@ class CudaTable(CudaWriting):
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         optimizer = self._checked_optimizer(optimizer)
-        with self.lock:
+        with self.entered:
             if optimizer.kind is not self._optimizer.kind:
-                self.enter()
-                try:
-                    state = self._states(len(self.state), optimizer)
-                except torch.cuda.OutOfMemoryError as error:
-                    raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+                state = self._states(len(self.state), optimizer)
                 columns = optimizer.state_dim(self.dim)
                 state[:, :columns] = to_device(optimizer.initial_state(self.dim), self._device)
                 self.state = state
@@ -243,8 +235,9 @@ class CudaTable(CudaWriting):
 
     def set_seed(self, seed: int) -> None:
         """New rows follow another seed."""
-        self.seed = seed
-        self.moved()
+        with self.lock:
+            self.seed = seed
+            self.moved()
 
     # ---- admission ----
 
@@ -282,23 +275,24 @@ class CudaTable(CudaWriting):
         ids = self.check_ids("ids", ids)
         numbers = initializer_numbers(args or self.options.initializer_args)
         out = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
-        one = self.group.layout.classes[0]
         column = torch.tensor(initializer_column(numbers), dtype=torch.float32, device="cpu")
-        launch(
-            initialize.rows_kernel,
-            blocks(len(ids), one.row_block),
-            (
-                ids,
-                len(ids),
-                self.group.layout.meta,
-                to_device(column, self._device),
-                1,
-                bits(out),
-            ),
-            (one.dim, one.columns, one.type, int(numbers["mode"]), one.row_block),
-            warps=4,
-            device=self._device,
-        )
+        with self.entered as layout:
+            (one,) = layout.classes
+            launch(
+                initialize.rows_kernel,
+                blocks(len(ids), one.row_block),
+                (
+                    aligned(ids),
+                    len(ids),
+                    layout.meta,
+                    to_device(column, self._device),
+                    1,
+                    bits(out),
+                ),
+                (one.dim, one.columns, one.type, int(numbers["mode"]), one.row_block),
+                warps=4,
+                device=self._device,
+            )
         return out
 
     def make_group(self, tables: Sequence[Table]) -> CudaTableGroup:
@@ -308,11 +302,13 @@ class CudaTable(CudaWriting):
 
     @property
     def next_row_number(self) -> int:
-        return int(self.next_number) % 2**64
+        with self.entered:
+            return int(self.next_number) % 2**64
 
     @next_row_number.setter
     def next_row_number(self, number: int) -> None:
-        self.next_number.fill_(signed(number))
+        with self.entered:
+            self.next_number.fill_(signed(number))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickling and copying carry the rows along."""

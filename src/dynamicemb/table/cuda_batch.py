@@ -7,6 +7,8 @@ growth, where it cannot be ruled out from the numbers the host knows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -139,72 +141,94 @@ class Batch(Entries):
     ) -> None:
         """Find all entries, score the hits, insert the others: fills ``slots`` and ``fresh``.
         ``marked``: slots are in use that the batch's score does not tell; see ``start_batch``."""
-        layout, space = self.layout, self.space
-        found, following, choice = space.found, space.following, space.choice
+        layout = self.layout
         # Some pointer where nothing is kept.
         self.evicted_ids = self.evicted_scores = self.evicted_times = self.ids
         if keep_evicted:
             self.evicted_ids = self._new(torch.int64)
             self.evicted_scores = self._new(torch.int64)
             self.evicted_times = self._new(torch.int64)
-        for one in layout.classes:
-            counting = one.strategy in (LFU_STRATEGY, PAIR_STRATEGY)
-            if counting and counts is None:
-                counts = self.occurrences(None)
-            direct = one.wide or self.n > CROWDED * one.fewest_buckets
-            marks = marked or direct
-            free = not direct and one.width == one.line
-            self._find(one, found, codes, counts, following, write=True, marked=marks, free=free)
-            # Scores that rows get must be new ones, and what is free must be known.
-            queued = one.queued if free and not marked else 0
-            if direct:
-                for t in one.members:
-                    place_sorted(self, t, one, found, choice)
-            else:
-                self._place(one, found, following, choice, marked, free, queued)
-            pointers = self.ids
-            committing = blocks(self.entries_guess, COMMITTED)
-            filling = min(blocks(self.entries_guess, 4 * FILLED), FILLING_PROGRAMS) if queued else 0
-            launch(
-                insert.commit_kernel,
-                committing + filling,
-                (
-                    self.ids,
-                    self.tables,
-                    self.count,
-                    layout.meta,
-                    layout.tables,
-                    one.number,
-                    layout.batch_numbers.device_tensor,
-                    pointers if counts is None else counts,
-                    found,
-                    choice,
-                    space.class_work[one.number],
-                    space.victims,
-                    space.low,
-                    self.slots,
-                    self.fresh,
-                    space.new,
-                    space.new_count,
-                    self.evicted_ids,
-                    self.evicted_scores,
-                    self.evicted_times,
-                    filling,
-                ),
-                (
-                    one.width,
-                    COMMITTED,
-                    self.one,
-                    layout.one_class,
-                    one.strategy,
-                    train,
-                    keep_evicted,
-                    queued,
-                    FILLED,
-                ),
-                warps=4,
-                device=self.device,
-            )
+        with self.settled():  # of several classes, some may be done
+            try:
+                for one in layout.classes:
+                    counts = self._commit_class(one, codes, counts, train, marked, keep_evicted)
+            except BaseException:
+                # Newcomers are in the lists of their buckets, which are empty between batches.
+                for table in layout.owners:
+                    table.heads.fill_(-1)
+                    table.changes += 1
+                raise
+
+    def _commit_class(
+        self,
+        one: TableClass,
+        codes: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        train: bool,
+        marked: bool,
+        keep_evicted: bool,
+    ) -> torch.Tensor | None:
+        """:meth:`commit` for the tables of a class; returns the counts of entries, if known."""
+        layout, space = self.layout, self.space
+        found, following, choice = space.found, space.following, space.choice
+        counting = one.strategy in (LFU_STRATEGY, PAIR_STRATEGY)
+        if counting and counts is None:
+            counts = self.occurrences(None)
+        direct = one.wide or self.n > CROWDED * one.fewest_buckets
+        marks = marked or direct
+        free = not direct and one.width == one.line
+        self._find(one, found, codes, counts, following, write=True, marked=marks, free=free)
+        # Scores that rows get must be new ones, and what is free must be known.
+        queued = one.queued if free and not marked else 0
+        if direct:
+            for t in one.members:
+                place_sorted(self, t, one, found, choice)
+        else:
+            self._place(one, found, following, choice, marked, free, queued)
+        pointers = self.ids
+        committing = blocks(self.entries_guess, COMMITTED)
+        filling = min(blocks(self.entries_guess, 4 * FILLED), FILLING_PROGRAMS) if queued else 0
+        launch(
+            insert.commit_kernel,
+            committing + filling,
+            (
+                self.ids,
+                self.tables,
+                self.count,
+                layout.meta,
+                layout.tables,
+                one.number,
+                layout.batch_numbers.device_tensor,
+                pointers if counts is None else counts,
+                found,
+                choice,
+                space.class_work[one.number],
+                space.victims,
+                space.low,
+                self.slots,
+                self.fresh,
+                space.new,
+                space.new_count,
+                self.evicted_ids,
+                self.evicted_scores,
+                self.evicted_times,
+                filling,
+            ),
+            (
+                one.width,
+                COMMITTED,
+                self.one,
+                layout.one_class,
+                one.strategy,
+                train,
+                keep_evicted,
+                queued,
+                FILLED,
+            ),
+            warps=4,
+            device=self.device,
+        )
+        return counts
 
     def _place(
         self,
@@ -296,6 +320,16 @@ class Batch(Entries):
                 warps=4,
                 device=self.device,
             )
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Whatever is done with the rows of new entries, they have their first values if it is cut
+        off, and not those of rows that were evicted."""
+        try:
+            yield
+        except BaseException:
+            self.initialize(embeddings=True)
+            raise
 
     def number_rows(self, t: int) -> None:
         """NO_EVICTION: number the new rows of table t."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dynamicemb.errors import OutOfMemoryError, UsageError
+from dynamicemb.errors import UsageError
 from dynamicemb.kernels import find
 from dynamicemb.kernels.launch import aligned, blocks, launch
 from dynamicemb.table.cuda_changes import LAST_MARK
@@ -15,6 +15,7 @@ from dynamicemb.table.cuda_entries import ELEMENTS
 from dynamicemb.table.cuda_group import CudaTableGroup
 from dynamicemb.table.cuda_layout import signed
 from dynamicemb.table.cuda_memory import CudaMemory
+from dynamicemb.table.cuda_streams import Entrance
 from dynamicemb.table.id_log import IdLog
 from dynamicemb.table.rows import Found, Rows
 
@@ -27,12 +28,12 @@ class CudaContent(CudaMemory):
     def find(self, ids: torch.Tensor) -> Found:
         ids = self.check_ids("ids", ids)
         embeddings = torch.empty(len(ids), self.dim, dtype=self.dtype, device=self._device)
-        with self.lock:
+        with self.entered:
             slots = self.group.find_rows(aligned(ids), embeddings)
-        there = slots >= 0
-        places = slots.clamp(min=0).to(torch.int64)
-        state = self.states_of(places)
-        scores = self._scores(places)
+            there = slots >= 0
+            places = slots.clamp(min=0).to(torch.int64)
+            state = self.states_of(places)
+            scores = self._scores(places)
         return Found(
             there,
             embeddings,
@@ -50,10 +51,7 @@ class CudaContent(CudaMemory):
         return self._find_slots(self.check_ids("ids", ids)).to(torch.int64)
 
     def _find_slots(self, ids: torch.Tensor) -> torch.Tensor:
-        with self.lock:
-            group = self.group
-            self.enter()
-            return group.find_slots(aligned(ids), None)
+        return self.group.find_slots(aligned(ids), None)
 
     @property
     def group(self) -> CudaTableGroup:
@@ -64,6 +62,10 @@ class CudaContent(CudaMemory):
         return self._group
 
     _group: CudaTableGroup | None = None
+
+    @property
+    def entered(self) -> Entrance:
+        return self.group._entered
 
     def wide_slots(self, ids: torch.Tensor) -> torch.Tensor:
         """int32: slots of ids in buckets too wide to scan, or -1. Waits for the device."""
@@ -106,8 +108,7 @@ class CudaContent(CudaMemory):
     def _export(
         self, batch_size: int, threshold: int | None, changed_since: int | None
     ) -> Iterator[Rows]:
-        with self.lock:
-            self.enter()
+        with self.entered:
             occupied = self.digests != 0
             wanted = occupied
             if threshold is not None:
@@ -127,7 +128,7 @@ class CudaContent(CudaMemory):
     def rows_of(self, slots: torch.Tensor) -> Rows:
         """Whole rows of occupied slots (int64)."""
         embeddings = torch.empty(len(slots), self.dim, dtype=self.dtype, device=self._device)
-        with self.lock:
+        with self.entered:
             self.gather(slots.to(torch.int32), embeddings, missing=False)
             state = self.states_of(slots)
             return Rows(self.keys.index_select(0, slots), embeddings, state, self._scores(slots))
@@ -139,19 +140,15 @@ class CudaContent(CudaMemory):
     # ---- changes ----
 
     def mark_changes(self) -> int:
-        with self.lock:
+        with self.entered:
             if self.known_changes.stamps is None:
-                self.enter()
-                try:
-                    self.known_changes.stamps = self._zeros(self.capacity, torch.int32)
-                except torch.cuda.OutOfMemoryError as error:
-                    raise OutOfMemoryError(f"table {self.name!r}: {error}") from error
+                self.known_changes.stamps = self._zeros(self.capacity, torch.int32)
                 self.moved()
             return self.known_changes.mark()
 
     def log_removals(self, limit: int | None = None) -> None:
         limit = self.removal_limit(limit)
-        with self.lock:
+        with self.entered:
             removals = self.known_changes.removals
             if removals is None:
                 self.known_changes.removals = IdLog(limit, self.mark_changes(), self._device)
@@ -166,7 +163,7 @@ class CudaContent(CudaMemory):
     def logged_removals(self, mark: int) -> tuple[int, torch.Tensor]:
         removals = self.known_changes.removals
         assert removals is not None
-        with self.lock:
+        with self.entered:
             return removals.known_since, removals.after(mark)
 
     def _log_removed(self, slots: torch.Tensor) -> None:

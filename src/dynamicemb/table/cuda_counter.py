@@ -38,17 +38,20 @@ class CudaIdCounter:
 
     def counts(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [n]: how often each id was counted."""
-        slots = self.table.find_slots(ids)
-        counted = self.table.scores[slots.clamp(min=0)]
-        return torch.where(slots >= 0, counted, 0)
+        with self.table.entered:
+            slots = self.table.find_slots(ids)
+            counted = self.table.scores[slots.clamp(min=0)]
+            return torch.where(slots >= 0, counted, 0)
 
     def export(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, counts), both int64 [n]."""
-        slots = (self.table.digests != 0).nonzero().squeeze(1)
-        return self.table.keys[slots], self.table.scores[slots]
+        with self.table.entered:
+            slots = (self.table.digests != 0).nonzero().squeeze(1)
+            return self.table.keys[slots], self.table.scores[slots]
 
     def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None:
         """Start again from these counts."""
-        self.table.clear()
-        if len(ids):
-            self.add(ids.contiguous(), counts.contiguous())
+        with self.table.entered:
+            self.table.clear()
+            if len(ids):
+                self.add(ids.contiguous(), counts.contiguous())

@@ -56,7 +56,9 @@ class CudaTableGroup(TableGroup):
         self.device = self.layout.device
         self._replay = Replay(self.layout)
         self._admits = any(table.admit_strategy is not None for table in self.tables)
-        self._strict = [table for table in self.tables if not table.ignores_failures]
+        self._strict = [
+            (t, table) for t, table in enumerate(self.tables) if not table.ignores_failures
+        ]
         self._entered = self.together = Entrance(self.tables, self.layout)
 
     def _bounds(self, bounds: Bounds | None) -> torch.Tensor | None:
@@ -163,7 +165,7 @@ class CudaTableGroup(TableGroup):
         scores = batch_scores(self.tables)
         with self._entered:
             strict = self._strict if check else []
-            before = [table.failures() for table in strict]
+            before = [table.failures() for _, table in strict]
             evicted = None
             plain = counts is None and not protect and not keep_evicted
             plain = plain and not self._admits and not self.layout.logged
@@ -189,8 +191,10 @@ class CudaTableGroup(TableGroup):
                     reading.read_batch(self.layout, batch, out)
             for table in self.tables:
                 table.advance_step()
-            for table, failed in zip(strict, before, strict=True):
-                table.report_failures(failed, batch.n)
+            if strict:
+                limits = bounds.tolist() if isinstance(bounds, torch.Tensor) else bounds
+                for (t, table), failed in zip(strict, before, strict=True):
+                    table.report_failures(failed, limits[t + 1] - limits[t])
             changes = [table.changes for table in self.tables]
             return CudaLookup(batch, changes, self.layout.stream, evicted)
 
@@ -260,15 +264,16 @@ class CudaTableGroup(TableGroup):
                 marked=layout.marked or bool(protect) or hold is not None,
                 keep_evicted=keep_evicted or layout.logged,
             )
-            if layout.logged:
-                batch.log_evictions()
-            evicted = Evicted(batch) if keep_evicted else None
             self._count_changes(batch)
-            if evicted is None:
-                return batch, None
-            if meanwhile is not None:
-                meanwhile(batch, evicted)
-            return batch, evicted.rows()
+            with batch.settled():
+                if layout.logged:
+                    batch.log_evictions()
+                if not keep_evicted:
+                    return batch, None
+                evicted = Evicted(batch)
+                if meanwhile is not None:
+                    meanwhile(batch, evicted)
+                return batch, evicted.rows()
 
     def find_or_insert_keeping(
         self,

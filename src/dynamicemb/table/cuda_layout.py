@@ -13,7 +13,7 @@ from dynamicemb.kernels import layout as words
 from dynamicemb.kernels.dedup import DUMMIES
 from dynamicemb.kernels.launch import INTERPRETED, power_of_two
 from dynamicemb.kernels.queues import LONGEST
-from dynamicemb.optimizers import OptimizerKind
+from dynamicemb.optimizers import Optimizer, OptimizerKind, args_changes
 from dynamicemb.table.cuda_steps import StepNumbers
 from dynamicemb.table.cuda_streams import current_stream, record
 from dynamicemb.table.cuda_workspace import Numbers, Workspaces
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 #: Buckets wider than this are found by sorting their ids instead of by their digests.
 WIDEST_SCAN = 1024
+_L2, _DECOUPLED = 1, 2
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class TableClass:
     kind: int
     state_dim: int
     state_stride: int
+    maximize: bool
+    decay: int  # how the optimizer's kernel treats ``weight_decay``: 0, _L2 or _DECOUPLED
+    nesterov: bool
+    rounds_at_random: bool
+    clips: bool
 
     @cached_property
     def wide(self) -> bool:
@@ -106,16 +112,27 @@ class Layout:
         self.hint_array = self.hint.numpy()
         self._features: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._versions: list[int] = []
+        self._flags: list[Any] = []
+        self._args_changes = -1
         self.version = 0  # counts changes of addresses and numbers
+        # Written anew where something changes: a graph of the caller has their addresses.
+        self.meta = torch.empty(words.INTEGERS, self.tables, dtype=torch.int64, device=self.device)
+        self.floats = torch.empty(
+            words.FLOATS, self.tables, dtype=torch.float32, device=self.device
+        )
         self.stream = current_stream(self.device)  # that used this memory last
         self.refresh()
 
     def refresh(self) -> None:
         """Follow tables that moved or changed since."""
         versions = [table.layout_version for table in self.owners]
-        if versions == self._versions:
+        if versions == self._versions and self._args_changes == args_changes():
             return
-        self._versions = versions
+        self._args_changes = args_changes()
+        flags = [_optimizer_flags(table.optimizer) for table in self.owners]
+        if versions == self._versions and flags == self._flags:  # a learning rate, say
+            return
+        self._versions, self._flags = versions, flags
         self.version += 1
         shapes: dict[Any, list[int]] = {}
         for t, table in enumerate(self.owners):
@@ -137,12 +154,9 @@ class Layout:
         class_of = {t: one.number for one in self.classes for t in one.members}
         integers = [_integers(table, class_of[t]) for t, table in enumerate(self.owners)]
         floats = [_floats(table) for table in self.owners]
-        self.meta = to_device(
-            torch.tensor(integers, dtype=torch.int64, device="cpu").T.contiguous(), self.device
-        )
-        self.floats = to_device(
-            torch.tensor(floats, dtype=torch.float32, device="cpu").T.contiguous(), self.device
-        )
+        for to, columns in ((self.meta, integers), (self.floats, floats)):
+            given = torch.tensor(columns, dtype=to.dtype, device="cpu").T.contiguous()
+            to.copy_(given, non_blocking=True)
 
     def used_on(self, stream: int) -> None:
         """The current stream, ``stream``, is another one than before."""
@@ -214,6 +228,20 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def _optimizer_flags(optimizer: Optimizer) -> tuple[bool, int, bool, bool, bool]:
+    """What the kernels are compiled for; in the order of :class:`TableClass`."""
+    args, decay = optimizer.args, 0
+    if args.weight_decay != 0:
+        decay = _DECOUPLED if optimizer.decoupled_weight_decay else _L2
+    return (
+        args.maximize,
+        decay,
+        args.nesterov,
+        args.stochastic_rounding,
+        args.gradient_clipping,
+    )
+
+
 def _shape(table: CudaTable) -> tuple[int, ...]:
     numbers = initializer_numbers(table.options.initializer_args)
     return (
@@ -226,6 +254,7 @@ def _shape(table: CudaTable) -> tuple[int, ...]:
         int(table.optimizer.kind),
         table.state_dim,
         table.state.shape[1],
+        *_optimizer_flags(table.optimizer),
     )
 
 

@@ -13,11 +13,13 @@ from dynamicemb.kernels.layout import COUNTER_NAMES
 from dynamicemb.kernels.queues import QUEUE
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.table.cuda_changes import Changes
-from dynamicemb.table.cuda_streams import current_stream, record
+from dynamicemb.table.cuda_streams import Entrance, current_stream, record
 from dynamicemb.table.device_table import DeviceTable
 from dynamicemb.table.numbers import has_batch_scores, strategy_number
 
 _SIZE = COUNTER_NAMES.index("size")
+#: Of rows that growth copies at a time.
+COPIED_BYTES = 64 << 20
 
 
 class CudaMemory(DeviceTable):
@@ -116,8 +118,14 @@ class CudaMemory(DeviceTable):
     def capacity(self) -> int:
         return self.buckets * self._width
 
+    @property
+    @abstractmethod
+    def entered(self) -> Entrance:
+        """What all work on the table is done in; see :class:`Entrance`."""
+
     def size(self) -> int:
-        return int(self.counters[_SIZE])
+        with self.entered:
+            return int(self.counters[_SIZE])
 
     def moved(self) -> None:
         """The table's tensors were replaced, or its numbers changed."""
@@ -211,39 +219,21 @@ class CudaMemory(DeviceTable):
 
     def reserve(self, rows: int) -> None:
         rows = check_integer("rows", rows, minimum=0, maximum=2**63 - 1)
-        with self.lock:
-            self.enter()
+        with self.entered:
             self.grow_for(rows)
 
     def _grow_to(self, buckets: int) -> bool:
         """Ids are placed in the order of their old slots, each in the lowest free position. Growth
         must not lose a row, so it does not happen if a bucket would overflow."""
-        old = (self.digests != 0).nonzero().squeeze(1)
-        bucket, order = torch.sort(self.buckets_of(self.keys[old], buckets), stable=True)
-        old = old[order]
-        position = torch.arange(len(old), device=self._device) - torch.searchsorted(bucket, bucket)
-        if len(old) and int(position.max()) >= self._width:
-            return False
-        new = bucket * self._width + position
         try:
-            index = self._index(buckets)
-            moved = self._rows(buckets, self._optimizer)
-            stamps = self.known_changes.stamps
-            if stamps is not None:
-                stamps = self._zeros(buckets * self._width, torch.int32)
+            grown = self._grown(buckets)
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"table {self.name!r} could not grow to {buckets * self._width} slots: {error}"
             ) from error
-        for name in ("digests", "keys", "scores", "times"):
-            to, source = index[name], getattr(self, name)
-            if to is not None:
-                to[new] = source[old]
-        if not self.rowless:
-            moved[0][new] = self.rows[old]
-            moved[1][new] = self.state[old]
-        if stamps is not None and self.known_changes.stamps is not None:
-            stamps[new] = self.known_changes.stamps[old]
+        if grown is None:
+            return False
+        index, moved, stamps = grown
         self.known_changes.stamps = stamps
         self._set_index(index)
         self.rows, self.state = moved
@@ -251,3 +241,31 @@ class CudaMemory(DeviceTable):
         self.changes += 1
         self.moved()
         return True
+
+    def _grown(
+        self, buckets: int
+    ) -> tuple[dict[str, torch.Tensor | None], list[torch.Tensor], torch.Tensor | None] | None:
+        """Index, rows with their states and stamps of a larger table; ``None`` if a bucket would
+        overflow. This one stays as it is."""
+        old = (self.digests != 0).nonzero().squeeze(1)
+        bucket, order = torch.sort(self.buckets_of(self.keys[old], buckets), stable=True)
+        old = old[order]
+        position = torch.arange(len(old), device=self._device) - torch.searchsorted(bucket, bucket)
+        if len(old) and int(position.max()) >= self._width:
+            return None
+        new = bucket * self._width + position
+        index, moved = self._index(buckets), list(self._rows(buckets, self._optimizer))
+        for name in ("digests", "keys", "scores", "times"):
+            to, source = index[name], getattr(self, name)
+            if to is not None:
+                to[new] = source[old]
+        for to, source in zip(moved, (self.rows, self.state), strict=True):
+            if to.numel():
+                some = max(1, COPIED_BYTES // (to.shape[1] * to.element_size()))
+                for into, of in zip(new.split(some), old.split(some), strict=True):
+                    to[into] = source[of]
+        stamps = None
+        if self.known_changes.stamps is not None:
+            stamps = self._zeros(buckets * self._width, torch.int32)
+            stamps[new] = self.known_changes.stamps[old]
+        return index, moved, stamps

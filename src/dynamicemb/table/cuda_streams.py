@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from dynamicemb.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
     from dynamicemb.table.cuda import CudaTable
@@ -30,8 +32,9 @@ def record(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class Entrance:
-    """While it is entered, the tables are locked and in order with the current stream, and their
-    layout is as they are now. The thread that is inside may enter again."""
+    """While it is entered, the tables are locked and in order with the current stream, their device
+    is the current one, and their layout is as they are now. The thread that is inside may enter
+    again. Where torch has no more memory, the error that leaves it is the library's."""
 
     def __init__(self, tables: Sequence[CudaTable], layout: Layout) -> None:
         self._tables, self._layout = tables, layout
@@ -72,7 +75,9 @@ class Entrance:
         if self._layout.stream != stream and not torch.cuda.is_current_stream_capturing():
             self._layout.used_on(stream)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: Any = None, error: BaseException | None = None, trace: Any = None
+    ) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -82,3 +87,6 @@ class Entrance:
             torch.cuda.set_device(before)
         for release in self._release:
             release()
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            names = ", ".join(repr(table.name) for table in self._tables)
+            raise OutOfMemoryError(f"table {names}: {error}") from error

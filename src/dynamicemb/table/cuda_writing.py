@@ -45,7 +45,7 @@ class CudaWriting(CudaContent):
         scores: torch.Tensor | None = None,
         return_evicted: bool = False,
     ) -> Written:
-        with self.lock:
+        with self.entered:
             before = self.failures()
             batch, evicted = self._write(ids, embeddings, state, scores, return_evicted)
             self.report_failures(before, batch.n, evicted)
@@ -59,7 +59,7 @@ class CudaWriting(CudaContent):
         state: torch.Tensor | None = None,
         scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        with self.lock:
+        with self.entered:
             return self._assign(ids, embeddings, state, scores)
 
     def _assign(
@@ -72,7 +72,6 @@ class CudaWriting(CudaContent):
         distinct: bool = False,
     ) -> torch.Tensor:
         ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
-        self.enter()
         batch = self.located(ids, distinct=distinct)
         self._write_given(batch, embeddings, state, scores)
         self._count_scores(batch, scores)
@@ -113,13 +112,14 @@ class CudaWriting(CudaContent):
             hold=hold,
             meanwhile=meanwhile,
         )
-        if state is None:
-            batch.initialize(embeddings=False)
-        if leaving:
-            part = rows.LISTED.value
-            self._write_given(batch, embeddings, state, scores, part=part, listed=leaving[0])
-        else:
-            self._write_given(batch, embeddings, state, scores)
+        with batch.settled():
+            if state is None:
+                batch.initialize(embeddings=False)
+            if leaving:
+                part = rows.LISTED.value
+                self._write_given(batch, embeddings, state, scores, part=part, listed=leaving[0])
+            else:
+                self._write_given(batch, embeddings, state, scores)
         self._count_scores(batch, scores)
         if scores is None and strategy_number(self.options) == NO_EVICTION_STRATEGY and batch.n:
             batch.number_rows(0)
@@ -127,16 +127,14 @@ class CudaWriting(CudaContent):
 
     def located(self, ids: torch.Tensor, *, distinct: bool = False) -> Batch:
         """A batch over ids, with the slots of those that are there."""
-        layout = self.group.layout
-        layout.refresh()
-        batch = Batch(layout, aligned(ids), None, distinct=distinct)
+        batch = Batch(self.group.layout, aligned(ids), None, distinct=distinct)
         batch.slots = batch.locate(None)
         return batch
 
     def bring_in(self, given: Rows, hold: Callable[[], None]) -> Written:
         """Insert whole rows of distinct ids; see :meth:`TableGroup.bring_in`. ``hold`` keeps rows
         from being evicted."""
-        with self.lock:
+        with self.entered:
             batch, evicted = self._write(
                 given.ids, given.embeddings, given.state, given.scores, True, hold, distinct=True
             )
@@ -214,5 +212,5 @@ class CudaWriting(CudaContent):
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
     ) -> None:
         """Insert saved rows; those that do not fit are counted, not reported."""
-        with self.lock:
+        with self.entered:
             self._write(ids, embeddings, state, scores, False)
