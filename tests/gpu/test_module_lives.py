@@ -30,7 +30,8 @@ def lives(*arguments: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def test_modules_on_both_devices_agree_operation_by_operation() -> None:
-    operations, replayed = lives("--seed", "100", "--seeds", "3")
-    assert operations == 150
+@pytest.mark.parametrize("seed", ["1", "6", "10"])  # lives in which batches are replayed
+def test_modules_on_both_devices_agree_operation_by_operation(seed: str) -> None:
+    operations, replayed = lives("--seed", seed, "--seeds", "1")
+    assert operations == 50
     assert replayed > 0
