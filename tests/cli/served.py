@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -106,8 +107,11 @@ class ServerProcess:
             fields = line.split()
             if fields[1].endswith(f":{self.port:04X}") and fields[3] == "0A":
                 inodes.add(f"socket:[{fields[9]}]")
-        files = Path(f"/proc/{self.process.pid}/fd").iterdir()
-        return any(os.readlink(file) in inodes for file in files)
+        for file in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a connection that was closed just then
+                if os.readlink(file) in inodes:
+                    return True
+        return False
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
