@@ -120,7 +120,7 @@ struct OptimizerStep {
   float one_minus_beta1 = 0.1f, one_minus_beta2 = 0.001f;
   float adam_rate = 0.01f;  // learning rate / bias correction of the first moment
   float bias_correction2_sqrt = 1;
-  float momentum = 0, dampening = 0;
+  float momentum = 0, one_minus_dampening = 1;
   float weight_decay = 0;
   float decay_factor = 1;  // 1 - learning rate * weight decay
   float lambda1 = 0, lambda2 = 0, ftrl_beta = 0;

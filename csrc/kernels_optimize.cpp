@@ -1,5 +1,5 @@
-// One optimizer update of one row. Optimizers are applied to fp32 weights in the order of
-// operations of torch.optim, so that the two can be compared.
+// One optimizer update of one row. Optimizers are applied to fp32 weights in the operations of
+// torch.optim on a CPU with fused multiply-add, so that the two agree to the last bit.
 #include <cmath>
 #include <cstring>
 
@@ -10,6 +10,13 @@ namespace {
 
 using Float = float* __restrict;
 using Gradient = const float* __restrict;
+
+// torch.lerp: it starts from the nearer end. Away from the farther one, a small result would keep
+// the rounding error of a large one.
+inline float lerp(float start, float end, float weight) {
+  const bool near = weight < 0.5f;
+  return std::fma(near ? weight : weight - 1.0f, end - start, near ? start : end);
+}
 
 // The sign of the objective and weight decay, which all optimizers share. Returns the gradient to
 // use: the given one, or `scratch`.
@@ -24,7 +31,8 @@ inline const float* prepare(float* weights, const float* gradient, float* scratc
     for (uint32_t i = 0; i < dim; ++i) weights[i] = weights[i] * step.decay_factor;
     return gradient;
   }
-  for (uint32_t i = 0; i < dim; ++i) scratch[i] = gradient[i] + step.weight_decay * weights[i];
+  for (uint32_t i = 0; i < dim; ++i)
+    scratch[i] = std::fma(step.weight_decay, weights[i], gradient[i]);
   return scratch;
 }
 
@@ -40,10 +48,11 @@ void momentum(float* w, float* state, float*, const float* g, float* scratch, ui
               const OptimizerStep& step) {
   Float weights = w, buffer = state;
   Gradient gradient = prepare(w, g, scratch, dim, step);
-  const float rate = -step.learning_rate, keep = 1.0f - step.dampening;
+  const float rate = -step.learning_rate, new1 = step.one_minus_dampening;
   for (uint32_t i = 0; i < dim; ++i) {
-    buffer[i] = step.momentum * buffer[i] + keep * gradient[i];
-    const float direction = step.nesterov ? gradient[i] + step.momentum * buffer[i] : buffer[i];
+    buffer[i] = std::fma(new1, gradient[i], step.momentum * buffer[i]);
+    const float direction =
+        step.nesterov ? std::fma(step.momentum, buffer[i], gradient[i]) : buffer[i];
     weights[i] = std::fma(rate, direction, weights[i]);
   }
 }
@@ -54,8 +63,8 @@ void adam(float* w, float* state, float*, const float* g, float* scratch, uint32
   Gradient gradient = prepare(w, g, scratch, dim, step);
   const float new1 = step.one_minus_beta1, new2 = step.one_minus_beta2, rate = -step.adam_rate;
   for (uint32_t i = 0; i < dim; ++i) {
-    const float m = std::fma(new1, gradient[i] - first[i], first[i]);
-    const float v = step.beta2 * second[i] + new2 * gradient[i] * gradient[i];
+    const float m = lerp(first[i], gradient[i], new1);
+    const float v = std::fma(new2 * gradient[i], gradient[i], step.beta2 * second[i]);
     first[i] = m;
     second[i] = v;
     const float denominator = std::sqrt(v) / step.bias_correction2_sqrt + step.epsilon;
@@ -68,7 +77,7 @@ void adagrad(float* w, float* state, float*, const float* g, float* scratch, uin
   Float weights = w, sum = state;
   Gradient gradient = prepare(w, g, scratch, dim, step);
   for (uint32_t i = 0; i < dim; ++i) {
-    sum[i] = sum[i] + gradient[i] * gradient[i];
+    sum[i] = std::fma(gradient[i], gradient[i], sum[i]);
     weights[i] =
         weights[i] + -step.learning_rate * gradient[i] / (std::sqrt(sum[i]) + step.epsilon);
   }
@@ -93,7 +102,7 @@ void partial_rowwise_adam(float* w, float* state, float* scalar, const float* g,
   const float denominator = std::sqrt(*scalar) / step.bias_correction2_sqrt + step.epsilon;
   const float rate = step.adam_rate / denominator;
   for (uint32_t i = 0; i < dim; ++i) {
-    first[i] = std::fma(new1, gradient[i] - first[i], first[i]);
+    first[i] = lerp(first[i], gradient[i], new1);
     weights[i] = weights[i] - rate * first[i];
   }
 }
@@ -140,9 +149,10 @@ void smart_decay_adam(float* w, float* state, float*, const float* g, float* scr
   const auto keep2 = static_cast<float>(power(step.decay2, passed));
   const auto missed = static_cast<float>(step.decay1 * (1 - power(step.decay1, passed - 1)) /
                                          (1 - step.decay1));  // in units of m
+  const float new1 = step.one_minus_beta1, new2 = step.one_minus_beta2;
   for (uint32_t i = 0; i < dim; ++i) {
-    const float m = keep1 * first[i] + step.one_minus_beta1 * gradient[i];
-    const float v = keep2 * second[i] + step.one_minus_beta2 * gradient[i] * gradient[i];
+    const float m = std::fma(new1, gradient[i], keep1 * first[i]);
+    const float v = std::fma(new2 * gradient[i], gradient[i], keep2 * second[i]);
     const float whole = m + missed * first[i];
     first[i] = m;
     second[i] = v;

@@ -21,8 +21,8 @@ from dynamicemb.optimizers import (
     get_optimizer_ckpt_state_dim,
     get_optimizer_state_dim,
     get_required_arg,
+    optim_name,
     string_to_opt_type,
-    to_optim_type,
 )
 
 KIND = OptimizerKind
@@ -81,28 +81,20 @@ def test_kind_numbers_are_fixed() -> None:
     ]
 
 
-def test_every_fbgemm_type_is_known() -> None:
-    configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
-    for member in configs.EmbOptimType:
-        ours = to_optim_type(member)
-        assert (ours.name, ours.value) == (member.name, member.value)
-    adam = Optimizer.from_emb_optim_type(configs.EmbOptimType.ADAM)
-    assert adam.kind is KIND.ADAM
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (EmbOptimType.FTRL, EmbOptimType.FTRL),
-        ("adam", EmbOptimType.ADAM),
-        ("ADAM", EmbOptimType.ADAM),
-        ("exact_row_wise_adagrad", EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-        ("EXACT_ROWWISE_ADAGRAD", EmbOptimType.EXACT_ROWWISE_ADAGRAD),
-        ("momentum_sgd", EmbOptimType.MOMENTUM_SGD),
+        (EmbOptimType.ADAM, "ADAM"),
+        ("adam", "ADAM"),
+        ("ADAM", "ADAM"),
+        ("exact_row_wise_adagrad", "EXACT_ROWWISE_ADAGRAD"),
+        ("EXACT_ROWWISE_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"),
+        ("momentum_sgd", "MOMENTUM_SGD"),
+        ("Ftrl", "FTRL"),
     ],
 )
-def test_to_optim_type(value: Any, expected: EmbOptimType) -> None:
-    assert to_optim_type(value) is expected
+def test_a_type_is_named_by_a_member_a_name_or_a_value(value: Any, expected: str) -> None:
+    assert optim_name(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,12 +108,12 @@ def test_to_optim_type(value: Any, expected: EmbOptimType) -> None:
 )
 def test_unknown_type_lists_the_allowed_ones(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="optimizer type.*SGD, EXACT_SGD.*ADAM.*FTRL"):
-        to_optim_type(value)
+        optim_name(value)
 
 
 @pytest.mark.parametrize("optim_type", list(EmbOptimType))
 def test_a_type_is_supported_or_refused_by_name(optim_type: EmbOptimType) -> None:
-    if optim_type in SUPPORTED_OPTIM_TYPES:
+    if optim_type.name in SUPPORTED_OPTIM_TYPES:
         assert isinstance(Optimizer.from_emb_optim_type(optim_type).kind, KIND)
     else:
         with pytest.raises(

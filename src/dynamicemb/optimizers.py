@@ -1,17 +1,20 @@
 """The optimizers that are fused into a table's backward pass, described without running them.
 
-:class:`EmbOptimType` and :class:`OptimizerArgs` are what a user writes; :class:`Optimizer` is the
-checked pair that a table takes. Needs torch alone; fbgemm's own enum is recognised by its names.
+``EmbOptimType`` and :class:`OptimizerArgs` are what a user writes; :class:`Optimizer` is the
+checked pair that a table takes. Needs torch alone. ``EmbOptimType`` is fbgemm's class if fbgemm is
+installed, imported when it is first asked for; so nothing in this package asks for it at import.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,10 +31,11 @@ from dynamicemb.errors import (
 
 
 class EmbOptimType(enum.Enum):
-    """Optimizers by the names and values of fbgemm, and three of our own (FTRL, MOMENTUM_SGD,
-    SMART_DECAY_ADAM).
+    """Optimizers by the names and values of fbgemm, whose class this is if fbgemm is installed.
 
-    Not every name is supported: :data:`SUPPORTED_OPTIM_TYPES` lists those that are.
+    Not every name is supported: ``dynamicemb.optimizers.SUPPORTED_OPTIM_TYPES`` lists those that
+    are. Wherever a member is taken, its name or value is as well, and the names of three optimizers
+    that fbgemm does not have: "ftrl", "momentum_sgd", "smart_decay_adam".
     """
 
     SGD = "sgd"
@@ -51,12 +55,57 @@ class EmbOptimType(enum.Enum):
     ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
     EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
     NONE = "none"
-    MOMENTUM_SGD = "momentum_sgd"
-    FTRL = "ftrl"
-    SMART_DECAY_ADAM = "smart_decay_adam"
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+_OwnEmbOptimType = EmbOptimType
+
+if not TYPE_CHECKING:
+    del EmbOptimType  # which class the name means is known when it is asked for
+
+
+def emb_optim_type_of(module: str) -> Callable[[str], Any]:
+    """``__getattr__`` of a module that has the name ``EmbOptimType``."""
+
+    def attribute(name: str) -> Any:
+        if name == "EmbOptimType":
+            return _emb_optim_type()
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return attribute
+
+
+if not TYPE_CHECKING:
+    __getattr__ = emb_optim_type_of(__name__)
+
+
+@functools.cache
+def _emb_optim_type() -> Any:
+    return _fbgemm_class() or _OwnEmbOptimType
+
+
+def _fbgemm_class() -> type[enum.Enum] | None:
+    """fbgemm's ``EmbOptimType``, if fbgemm is installed."""
+    try:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType as Fbgemm
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] == "fbgemm_gpu":
+            return None
+        problem: Exception = error
+    except Exception as error:  # of another torch, or not built for this machine
+        problem = error
+    else:
+        kind: type[enum.Enum] = Fbgemm
+        return kind
+    warnings.warn(
+        f"fbgemm_gpu is installed and cannot be imported ({problem}); dynamicemb.EmbOptimType is a "
+        "class of our own with the same names",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return None
 
 
 class OptimizerKind(enum.IntEnum):
@@ -101,22 +150,28 @@ class WeightDecayMode(enum.IntEnum):
     DECOUPLE = 2
 
 
-_KIND_OF_TYPE = {
-    EmbOptimType.SGD: OptimizerKind.SGD,
-    EmbOptimType.EXACT_SGD: OptimizerKind.SGD,
-    EmbOptimType.MOMENTUM_SGD: OptimizerKind.MOMENTUM,
-    EmbOptimType.ADAM: OptimizerKind.ADAM,
-    EmbOptimType.EXACT_ADAGRAD: OptimizerKind.ADAGRAD,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: OptimizerKind.ROWWISE_ADAGRAD,
-    EmbOptimType.ROWWISE_ADAGRAD: OptimizerKind.ROWWISE_ADAGRAD,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: OptimizerKind.PARTIAL_ROWWISE_ADAM,
-    EmbOptimType.FTRL: OptimizerKind.FTRL,
-    EmbOptimType.SMART_DECAY_ADAM: OptimizerKind.SMART_DECAY_ADAM,
+#: The value of every name: fbgemm's, and those that only we have.
+_VALUE_OF_NAME = {one.name: one.value for one in _OwnEmbOptimType} | {
+    "MOMENTUM_SGD": "momentum_sgd",
+    "FTRL": "ftrl",
+    "SMART_DECAY_ADAM": "smart_decay_adam",
+}
+_KIND_OF_NAME = {
+    "SGD": OptimizerKind.SGD,
+    "EXACT_SGD": OptimizerKind.SGD,
+    "MOMENTUM_SGD": OptimizerKind.MOMENTUM,
+    "ADAM": OptimizerKind.ADAM,
+    "EXACT_ADAGRAD": OptimizerKind.ADAGRAD,
+    "EXACT_ROWWISE_ADAGRAD": OptimizerKind.ROWWISE_ADAGRAD,
+    "ROWWISE_ADAGRAD": OptimizerKind.ROWWISE_ADAGRAD,
+    "PARTIAL_ROWWISE_ADAM": OptimizerKind.PARTIAL_ROWWISE_ADAM,
+    "FTRL": OptimizerKind.FTRL,
+    "SMART_DECAY_ADAM": OptimizerKind.SMART_DECAY_ADAM,
 }
 
-#: The types that :meth:`Optimizer.from_emb_optim_type` takes. SGD and ROWWISE_ADAGRAD mean the same
+#: The names that :meth:`Optimizer.from_emb_optim_type` takes. SGD and ROWWISE_ADAGRAD mean the same
 #: as EXACT_SGD and EXACT_ROWWISE_ADAGRAD: gradients are always summed per id before the update.
-SUPPORTED_OPTIM_TYPES = tuple(_KIND_OF_TYPE)
+SUPPORTED_OPTIM_TYPES = tuple(_KIND_OF_NAME)
 
 _BIAS_CORRECTED = (OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM)
 _DECOUPLED_BY_ITSELF = (*_BIAS_CORRECTED, OptimizerKind.SMART_DECAY_ADAM)
@@ -268,12 +323,12 @@ class Optimizer:
     def from_emb_optim_type(
         cls, optim_type: object, args: OptimizerArgs | None = None
     ) -> Optimizer:
-        """The optimizer a user named (see :func:`to_optim_type`), with a copy of ``args``.
+        """The optimizer a user named (see :func:`optim_name`), with a copy of ``args``.
 
         A type that is not in :data:`SUPPORTED_OPTIM_TYPES` and an argument that nothing implements
         are an ``InvalidArgumentError`` that names them.
         """
-        kind = _kind_of(to_optim_type(optim_type))
+        kind = _kind_of(optim_name(optim_type))
         if args is not None and not isinstance(args, OptimizerArgs):
             raise wrong_type("args", args, "None or OptimizerArgs")
         return cls(kind, OptimizerArgs() if args is None else replace(args))
@@ -372,7 +427,7 @@ class Optimizer:
             "bias_correction2_sqrt": (math.sqrt(1.0 - args.beta2**iteration) if corrected else 1.0),
             "momentum": args.momentum,
             # As in torch: the buffer starts with the first gradient itself.
-            "dampening": args.dampening if iteration > 1 else 0.0,
+            "one_minus_dampening": 1.0 - args.dampening if iteration > 1 else 1.0,
             "weight_decay": args.weight_decay,
             "decay_factor": 1.0 - rate * args.weight_decay,
             "lambda1": args.lambda1,
@@ -399,48 +454,47 @@ class Optimizer:
         return state
 
 
-def to_optim_type(value: object) -> EmbOptimType:
-    """The type meant by ours, by fbgemm's enum of the same name, or by a string.
+def optim_name(value: object) -> str:
+    """The name of the optimizer that a member of ``EmbOptimType``, or a string, means.
 
     A string is a name or a value, in any case: "adam", "EXACT_SGD". Anything else is refused with
     the allowed ones.
     """
-    if isinstance(value, EmbOptimType):
-        return value
-    if isinstance(value, enum.Enum) and type(value).__name__ == EmbOptimType.__name__:
+    if isinstance(value, enum.Enum) and type(value).__name__ == _OwnEmbOptimType.__name__:
         text = value.name
     elif isinstance(value, str):
         text = value
     else:
         raise wrong_type("optimizer type", value, _supported_types())
-    for optim_type in EmbOptimType:
-        if text.lower() in (optim_type.name.lower(), optim_type.value):
-            return optim_type
+    for name, text_of_name in _VALUE_OF_NAME.items():
+        if text.lower() in (name.lower(), text_of_name):
+            return name
     raise wrong_value("optimizer type", value, _supported_types())
 
 
 def string_to_opt_type(optim_str: str) -> EmbOptimType:
-    """The type whose value is ``optim_str``, such as "exact_adagrad"."""
-    check_choice("optim_str", optim_str, [optim_type.value for optim_type in EmbOptimType])
-    return EmbOptimType(optim_str)
+    """The member of ``EmbOptimType`` whose value is ``optim_str``, such as "exact_adagrad"."""
+    check_choice("optim_str", optim_str, [one.value for one in _OwnEmbOptimType])
+    member: EmbOptimType = _emb_optim_type()(optim_str)
+    return member
 
 
 def get_optimizer_state_dim(
     optimizer_type: object, dim: int, dtype: torch.dtype | None = None
 ) -> int:
     """Elements of state per row; NONE has none. State is float32 whatever ``dtype`` is."""
-    optim_type = to_optim_type(optimizer_type)
-    if optim_type is EmbOptimType.NONE:
+    name = optim_name(optimizer_type)
+    if name == "NONE":
         return 0
-    return Optimizer(_kind_of(optim_type), OptimizerArgs()).state_dim(dim)
+    return Optimizer(_kind_of(name), OptimizerArgs()).state_dim(dim)
 
 
 def has_scalar_state(optimizer_type: object) -> bool:
     """``Optimizer.has_scalar_state`` of an optimizer of this type."""
-    optim_type = to_optim_type(optimizer_type)
-    if optim_type is EmbOptimType.NONE:
+    name = optim_name(optimizer_type)
+    if name == "NONE":
         return False
-    return Optimizer(_kind_of(optim_type), OptimizerArgs()).has_scalar_state
+    return Optimizer(_kind_of(name), OptimizerArgs()).has_scalar_state
 
 
 def get_optimizer_ckpt_state_dim(
@@ -458,11 +512,11 @@ def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
     return args[key]
 
 
-def _kind_of(optim_type: EmbOptimType) -> OptimizerKind:
-    if optim_type not in _KIND_OF_TYPE:
-        raise wrong_value("optimizer type", optim_type, _supported_types())
-    return _KIND_OF_TYPE[optim_type]
+def _kind_of(name: str) -> OptimizerKind:
+    if name not in _KIND_OF_NAME:
+        raise wrong_value("optimizer type", name, _supported_types())
+    return _KIND_OF_NAME[name]
 
 
 def _supported_types() -> str:
-    return f"EmbOptimType.{{{', '.join(one.name for one in SUPPORTED_OPTIM_TYPES)}}}"
+    return f"a name or an EmbOptimType of {', '.join(SUPPORTED_OPTIM_TYPES)}"

@@ -21,7 +21,7 @@ inline OptimizerStep step_of(OptimizerKind kind, int option) {
   step.adam_rate = 0.15f;
   step.bias_correction2_sqrt = 0.6f;
   step.momentum = 0.8f;
-  step.dampening = 0.1f;
+  step.one_minus_dampening = 0.9f;
   step.lambda1 = 0.05f;
   step.lambda2 = 0.01f;
   step.ftrl_beta = 1.0f;
@@ -31,7 +31,10 @@ inline OptimizerStep step_of(OptimizerKind kind, int option) {
   step.decay2 = 0.9;
   if (option == 1) step.weight_decay = 0.1f, step.nesterov = true;
   if (option == 2) step.weight_decay = 0.1f, step.decoupled_decay = true, step.decay_factor = 0.99f;
-  if (option == 3) step.maximize = true, step.max_gradient = 0.5f, step.stochastic_rounding = true;
+  if (option == 3) {
+    step.maximize = true, step.max_gradient = 0.5f, step.stochastic_rounding = true;
+    step.one_minus_beta1 = 0.7f, step.decay1 = 0.3;  // the other form of torch.lerp
+  }
   return step;
 }
 

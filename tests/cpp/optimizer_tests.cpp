@@ -43,7 +43,7 @@ void optimize_plainly(const OptimizerStep& s, std::vector<double>& w, std::vecto
         w[i] -= s.learning_rate * g[i];
         break;
       case OptimizerKind::kMomentum:
-        state[i] = s.momentum * state[i] + (1.0 - s.dampening) * g[i];
+        state[i] = s.momentum * state[i] + s.one_minus_dampening * g[i];
         w[i] -= s.learning_rate * (s.nesterov ? g[i] + s.momentum * state[i] : state[i]);
         break;
       case OptimizerKind::kAdam:

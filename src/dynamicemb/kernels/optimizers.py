@@ -9,7 +9,6 @@ from dynamicemb.kernels.layout import (
     ADAM_RATE,
     BETA2,
     BIAS_CORRECTION2_SQRT,
-    DAMPENING,
     DECAY_FACTOR,
     EPSILON,
     FTRL_BETA,
@@ -19,6 +18,7 @@ from dynamicemb.kernels.layout import (
     MOMENTUM,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
+    ONE_MINUS_DAMPENING,
     WEIGHT_DECAY,
 )
 from dynamicemb.kernels.numbers import ordered_dot
@@ -38,6 +38,20 @@ def step_number(steps_ptr, tables, row, table, mask):
 
 
 @triton.jit
+def fma(x, y, z, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """x * y + z, rounded once; ``x`` may be a column."""
+    return tl.fma(tl.broadcast_to(x, [BLOCK, COLUMNS]), y, z)
+
+
+@triton.jit
+def lerp(start, end, weight, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """torch.lerp, from the end that is nearer."""
+    near = weight < 0.5
+    part = tl.where(near, weight, weight - 1.0)
+    return fma(part, end - start, tl.where(near, start, end), BLOCK, COLUMNS)
+
+
+@triton.jit
 def optimize(
     weights, first, second, scalar, gradient, steps_ptr, tables, table, mask, KIND: tl.constexpr,
     MAXIMIZE: tl.constexpr, DECAY: tl.constexpr, NESTEROV: tl.constexpr, DIM: tl.constexpr,
@@ -50,35 +64,35 @@ def optimize(
         gradient = -gradient
     if DECAY == L2_DECAY:
         decay = step_number(steps_ptr, tables, WEIGHT_DECAY, table, mask)
-        gradient = gradient + decay * weights
+        gradient = fma(decay, weights, gradient, BLOCK, COLUMNS)
     elif DECAY == DECOUPLED_DECAY:
         weights = weights * step_number(steps_ptr, tables, DECAY_FACTOR, table, mask)
     rate = step_number(steps_ptr, tables, LEARNING_RATE, table, mask)
     epsilon = step_number(steps_ptr, tables, EPSILON, table, mask)
     if KIND == SGD:
-        weights = tl.fma(tl.broadcast_to(-rate, [BLOCK, COLUMNS]), gradient, weights)
+        weights = fma(-rate, gradient, weights, BLOCK, COLUMNS)
     elif KIND == MOMENTUM_SGD:
         momentum = step_number(steps_ptr, tables, MOMENTUM, table, mask)
-        keep = 1.0 - step_number(steps_ptr, tables, DAMPENING, table, mask)
-        first = momentum * first + keep * gradient
+        new1 = step_number(steps_ptr, tables, ONE_MINUS_DAMPENING, table, mask)
+        first = fma(new1, gradient, momentum * first, BLOCK, COLUMNS)
         direction = first
         if NESTEROV:
-            direction = gradient + momentum * first
-        weights = tl.fma(tl.broadcast_to(-rate, [BLOCK, COLUMNS]), direction, weights)
+            direction = fma(momentum, first, gradient, BLOCK, COLUMNS)
+        weights = fma(-rate, direction, weights, BLOCK, COLUMNS)
     elif KIND == ADAM:
         new1 = step_number(steps_ptr, tables, ONE_MINUS_BETA1, table, mask)
         new2 = step_number(steps_ptr, tables, ONE_MINUS_BETA2, table, mask)
         beta2 = step_number(steps_ptr, tables, BETA2, table, mask)
         adam_rate = step_number(steps_ptr, tables, ADAM_RATE, table, mask)
         correction = step_number(steps_ptr, tables, BIAS_CORRECTION2_SQRT, table, mask)
-        first = tl.fma(tl.broadcast_to(new1, [BLOCK, COLUMNS]), gradient - first, first)
-        second = beta2 * second + new2 * gradient * gradient
+        first = lerp(first, gradient, new1, BLOCK, COLUMNS)
+        second = fma(new2 * gradient, gradient, beta2 * second, BLOCK, COLUMNS)
         below = (
             tl.div_rn(tl.sqrt_rn(second), tl.broadcast_to(correction, [BLOCK, COLUMNS])) + epsilon
         )
         weights = weights + tl.div_rn(-adam_rate * first, below)
     elif KIND == ADAGRAD:
-        first = first + gradient * gradient
+        first = fma(gradient, gradient, first, BLOCK, COLUMNS)
         below = tl.sqrt_rn(first) + epsilon
         weights = weights + tl.div_rn(-rate * gradient, below)
     elif KIND == ROWWISE_ADAGRAD:
@@ -101,7 +115,7 @@ def optimize(
         below = tl.div_rn(tl.sqrt_rn(wide), correction) + epsilon
         row_rate = tl.div_rn(adam_rate, below)
         scalar = tl.sum(wide, axis=1)
-        first = tl.fma(tl.broadcast_to(new1, [BLOCK, COLUMNS]), gradient - first, first)
+        first = lerp(first, gradient, new1, BLOCK, COLUMNS)
         weights = weights - row_rate * first
     else:
         lambda1 = step_number(steps_ptr, tables, LAMBDA1, table, mask)
