@@ -23,6 +23,29 @@ void bind_redis(nb::module_& m) {
       },
       "text"_a, "length"_a, "wanted"_a, "head"_a, "tag_bytes"_a, "row_bytes"_a, "rows"_a, "found"_a,
       "(bytes read, values read, problem, size) of values that MGET answers with.");
+  m.def(
+      "read_redis_pieces",
+      [](Address text, size_t length, size_t wanted) {
+        nb::list pieces;
+        size_t used = 0;
+        for (; wanted > 0; --wanted) {
+          const Piece piece = read_piece({at<char>(text) + used, length - used});
+          if (piece.kind == PieceKind::kOther) break;
+          if (piece.kind == PieceKind::kText)
+            pieces.append(nb::bytes(piece.text.data(), piece.text.size()));
+          else if (piece.kind == PieceKind::kNumber)
+            pieces.append(nb::int_(piece.number));
+          else
+            pieces.append(nb::none());
+          used += piece.bytes;
+        }
+        return std::make_tuple(used, pieces);
+      },
+      "text"_a, "length"_a, "wanted"_a,
+      nb::sig("def read_redis_pieces(text: int, length: int, wanted: int) -> "
+              "tuple[int, list[bytes | int | None]]"),
+      "(bytes read, replies) up to the first that is not one piece, or not whole: texts as bytes, "
+      "numbers as int, a missing text as None.");
 }
 
 }  // namespace dynamicemb

@@ -41,8 +41,8 @@ void bind_store(nb::module_& m) {
 
   nb::class_<Files>(m, "Files");
   nb::class_<FailingFiles, Files>(m, "FailingFiles")
-      .def(nb::init<unsigned, uint64_t, uint64_t, int>(), "kinds"_a, "first"_a, "count"_a,
-           "error"_a, "For tests: see csrc/store_files.h.")
+      .def(nb::init<unsigned, uint64_t, uint64_t, int, uint64_t>(), "kinds"_a, "first"_a, "count"_a,
+           "error"_a, "then"_a = UINT64_MAX, "For tests: see csrc/store_files.h.")
       .def_prop_ro("seen", &FailingFiles::seen);
 
   nb::class_<SsdStore>(m, "SsdStore")
@@ -98,6 +98,8 @@ void bind_store(nb::module_& m) {
             return std::make_tuple(count, cursor.number, cursor.place);
           },
           "cursor"_a, "limit"_a, "ids"_a, "columns"_a)
+      .def("set_payload", &SsdStore::set_payload, "payload"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("flush", &SsdStore::flush, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &SsdStore::clear, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &SsdStore::close, nb::call_guard<nb::gil_scoped_release>())
@@ -136,6 +138,7 @@ void bind_store(nb::module_& m) {
         stats["cleaned_rows"] = s.cleaned_rows;
         stats["direct"] = s.direct;
         stats["problem"] = s.problem;
+        stats["set_aside"] = s.set_aside;
         return nb::typed<nb::dict, std::string, nb::object>(stats);
       });
 }

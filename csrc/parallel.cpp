@@ -1,6 +1,7 @@
 #include "parallel.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -69,7 +70,10 @@ class Pool {
     for (auto& worker : workers_) worker.join();
   }
 
+  bool here() const { return ::getpid() == process_; }
+
   void run(std::size_t members, Job& job) {
+    if (!here()) return job.work(0);
     std::lock_guard only_one(run_mutex_);
     {
       std::lock_guard lock(mutex_);
@@ -106,6 +110,7 @@ class Pool {
     }
   }
 
+  const pid_t process_ = ::getpid();
   std::mutex run_mutex_;
   std::mutex mutex_;
   std::condition_variable wake_, done_;
@@ -115,6 +120,14 @@ class Pool {
   std::uint64_t round_ = 0;
   bool stop_ = false;
 };
+
+void DeletePool::operator()(Pool* pool) const {
+  static auto* const left_behind = new std::vector<Pool*>;
+  if (pool->here())
+    delete pool;
+  else
+    left_behind->push_back(pool);
+}
 
 namespace {
 
@@ -157,8 +170,8 @@ void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* cont
         },
         &job, static_cast<unsigned>(members), 0);
   } else {
-    static Pool pool;
-    pool.run(members, job);
+    static const PoolPointer pool(new Pool);
+    pool->run(members, job);
   }
   job.rethrow();
 }
@@ -167,8 +180,7 @@ void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* cont
 
 namespace dynamicemb {
 
-WaitingThreads::WaitingThreads() : pool_(std::make_unique<detail::Pool>()) {}
-WaitingThreads::~WaitingThreads() = default;
+WaitingThreads::WaitingThreads() : pool_(new detail::Pool) {}
 
 void WaitingThreads::run_tasks(int threads, std::size_t tasks, detail::TaskFunction function,
                                void* context) {

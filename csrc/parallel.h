@@ -12,6 +12,13 @@ namespace detail {
 using TaskFunction = void (*)(void* context, std::size_t task);
 void run_tasks(int threads, std::size_t tasks, TaskFunction function, void* context);
 class Pool;
+
+// A forked child has a copy of the pool and none of its threads: it leaves the pool behind, since
+// to join the threads, or to destroy what they wait for, would never end.
+struct DeletePool {
+  void operator()(Pool* pool) const;
+};
+using PoolPointer = std::unique_ptr<Pool, DeletePool>;
 }  // namespace detail
 
 // Calls body(task) once for every task in [0, tasks), on at most `threads` threads, in no fixed
@@ -29,11 +36,11 @@ void parallel_for(int threads, std::size_t tasks, Body&& body) {
 }
 
 // Threads of their own, for work that waits (for a disk) rather than computes. They start with the
-// first run() that needs them. Several callers take turns.
+// first run() that needs them. Several callers take turns. In a forked child the caller works
+// alone.
 class WaitingThreads {
  public:
   WaitingThreads();
-  ~WaitingThreads();
 
   // As parallel_for.
   template <class Body>
@@ -48,7 +55,7 @@ class WaitingThreads {
  private:
   void run_tasks(int threads, std::size_t tasks, detail::TaskFunction function, void* context);
 
-  std::unique_ptr<detail::Pool> pool_;
+  detail::PoolPointer pool_;
 };
 
 }  // namespace dynamicemb

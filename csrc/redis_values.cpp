@@ -2,7 +2,6 @@
 
 #include <charconv>
 #include <cstring>
-#include <string_view>
 
 namespace dynamicemb {
 namespace {
@@ -53,6 +52,29 @@ ValuesRead read_values(const char* text, std::size_t length, std::size_t wanted,
     }
   }
   return read;
+}
+
+Piece read_piece(std::string_view text) {
+  if (text.empty() || (text[0] != '$' && text[0] != ':' && text[0] != '+')) return {};
+  const std::size_t end = text.find("\r\n");
+  if (end == text.npos) return {};
+  Piece piece{PieceKind::kText, end + 2, text.substr(1, end - 1)};
+  if (text[0] == '+') return piece;
+  const char* last = text.data() + end;
+  const auto [digits, error] = std::from_chars(text.data() + 1, last, piece.number);
+  if (error != std::errc{} || digits != last) return {};
+  if (text[0] == ':') {
+    piece.kind = PieceKind::kNumber;
+  } else if (piece.number == -1) {
+    piece.kind = PieceKind::kMissing;
+  } else {
+    const std::size_t left = text.size() - piece.bytes;
+    const auto size = static_cast<std::uint64_t>(piece.number);  // a negative one is too large
+    if (left < 2 || size > left - 2 || text.substr(piece.bytes + size, 2) != "\r\n") return {};
+    piece.text = text.substr(piece.bytes, size);
+    piece.bytes += size + 2;
+  }
+  return piece;
 }
 
 }  // namespace dynamicemb

@@ -1,8 +1,9 @@
-// The values that Redis answers an MGET with, as they arrive.
+// Replies of Redis, as they arrive: any that is one piece, and the rows that MGET answers with.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 namespace dynamicemb {
 
@@ -32,5 +33,23 @@ struct ValuesRead {
 // rows[1] ..; found[i] says whether there was one; else the row is zeros.
 ValuesRead read_values(const char* text, std::size_t length, std::size_t wanted,
                        const ValueShape& shape, char* rows, bool* found);
+
+enum class PieceKind : std::uint8_t {
+  kOther = 0,  // an array, an error, no reply, or one of which the end has not come
+  kText = 1,
+  kNumber = 2,
+  kMissing = 3,  // a text that is not there
+};
+
+// A reply that is one piece.
+struct Piece {
+  PieceKind kind = PieceKind::kOther;
+  std::size_t bytes = 0;  // of the text before it that it takes
+  std::string_view text;
+  std::int64_t number = 0;
+};
+
+// The one that `text` begins with.
+Piece read_piece(std::string_view text);
 
 }  // namespace dynamicemb

@@ -2,8 +2,10 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,6 +15,8 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <set>
 
 namespace dynamicemb {
 namespace {
@@ -230,10 +234,55 @@ std::string Files::read_text(const std::string& path, size_t limit) {
 
 bool Files::exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
 
+namespace {
+
+// The descriptors of all locks of this process. Never destroyed: locks may outlive static objects.
+struct HeldLocks {
+  std::mutex mutex;
+  std::set<int> descriptors;
+
+  HeldLocks() {
+    ::pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
+                     [] {
+                       for (const int descriptor : all().descriptors) ::close(descriptor);
+                       all().descriptors.clear();
+                       all().mutex.unlock();
+                     });
+  }
+  static HeldLocks& all() {
+    static auto* const locks = new HeldLocks;
+    return *locks;
+  }
+};
+
+}  // namespace
+
+FolderLock::FolderLock(const std::string& path) : process_(::getpid()) {
+  HeldLocks& held = HeldLocks::all();
+  const std::lock_guard guard(held.mutex);  // no fork meanwhile
+  descriptor_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  if (descriptor_ < 0) fail(path, "opening");
+  if (::flock(descriptor_, LOCK_EX | LOCK_NB) != 0) {
+    const int error = errno;
+    ::close(descriptor_);
+    throw StoreError(error, path, "another process or store has it open; locking");
+  }
+  held.descriptors.insert(descriptor_);
+}
+
+FolderLock::~FolderLock() {
+  if (::getpid() != process_) return;  // closed by the fork
+  HeldLocks& held = HeldLocks::all();
+  const std::lock_guard guard(held.mutex);
+  held.descriptors.erase(descriptor_);
+  ::flock(descriptor_, LOCK_UN);  // a child that is being forked may still have its copy
+  ::close(descriptor_);
+}
+
 Files::Answer FailingFiles::before(FileOperation operation) {
   if ((kinds_ >> static_cast<unsigned>(operation) & 1) == 0) return {};
   const uint64_t number = seen_++;
-  if (number < first_ || number - first_ >= count_) return {};
+  if ((number < first_ || number - first_ >= count_) && number != then_) return {};
   if (error_ > 0) return {.error = error_};
   return {.error = 0, .at_most = 0, .die = error_ < 0};
 }

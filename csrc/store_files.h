@@ -2,6 +2,8 @@
 // that a test can make the N-th of them fail or be the last one before the process dies.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -78,13 +80,28 @@ class Files {
   void check(FileOperation operation, const std::string& path, const std::string& doing);
 };
 
+// The lock of a folder, held by the process that made it alone: a forked child gives up its copy,
+// so that the lock ends with its process.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& path);  // StoreError (EWOULDBLOCK) if it is held
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int descriptor_;
+  pid_t process_;
+};
+
 // Operations number `first` to `first + count - 1` (from 0, among the kinds of `kinds`, a mask of
 // 1 << FileOperation) fail with `error`. error 0: a write is cut in half and goes on; error -1: the
-// process is killed, after half of a write.
+// process is killed, after half of a write. `then`: one more operation that fails.
 class FailingFiles : public Files {
  public:
-  FailingFiles(unsigned kinds, uint64_t first, uint64_t count, int error)
-      : kinds_(kinds), first_(first), count_(count), error_(error) {}
+  FailingFiles(unsigned kinds, uint64_t first, uint64_t count, int error,
+               uint64_t then = UINT64_MAX)
+      : kinds_(kinds), first_(first), count_(count), then_(then), error_(error) {}
   uint64_t seen() const { return seen_; }
 
  protected:
@@ -92,7 +109,7 @@ class FailingFiles : public Files {
 
  private:
   unsigned kinds_;
-  uint64_t first_, count_;
+  uint64_t first_, count_, then_;
   int error_;
   std::atomic<uint64_t> seen_{0};
 };

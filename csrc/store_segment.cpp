@@ -1,8 +1,10 @@
 #include "store_segment.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <new>
 
@@ -14,10 +16,19 @@ namespace {
 
 constexpr size_t kPiece = size_t{1} << 20;  // bytes of a write, at least
 constexpr size_t kMapped = 64 * 1024;       // longer reads are better off without a mapping
-constexpr char kHeaderMagic[8] = {'D', 'E', 'M', 'B', 'S', 'E', 'G', '1'};
+constexpr char kHeaderMagic[8] = {'D', 'E', 'M', 'B', 'S', 'E', 'G', '2'};
+constexpr char kHeaderMagic1[8] = {'D', 'E', 'M', 'B', 'S', 'E', 'G', '1'};
 constexpr char kSummaryMagic[8] = {'D', 'E', 'M', 'B', 'I', 'D', 'S', '1'};
 
 struct FileHeader {
+  char magic[8];
+  uint64_t block, payload, capacity, number;
+  StoreId store;
+  uint64_t salt;  // of the checksums of records
+  uint64_t checksum;
+};
+
+struct FileHeader1 {
   char magic[8];
   uint64_t block, payload, capacity, number;
   uint64_t checksum;
@@ -35,18 +46,27 @@ uint64_t sum_before(const T& header) {
   return xxh64(&header, offsetof(T, checksum));
 }
 
-FileHeader header_of(const SegmentShape& shape, uint64_t number) {
+FileHeader header_of(const SegmentShape& shape, uint64_t number, uint64_t salt) {
   FileHeader header{};
   std::memcpy(header.magic, kHeaderMagic, 8);
   header.block = shape.block;
   header.payload = shape.payload;
   header.capacity = shape.capacity;
   header.number = number;
+  header.store = shape.store;
+  header.salt = salt;
   header.checksum = sum_before(header);
   return header;
 }
 
 }  // namespace
+
+StoreId StoreId::random() {
+  StoreId id;
+  while (!id.known())
+    if (::getentropy(&id, sizeof id) != 0) throw StoreError(errno, "/dev/urandom", "reading");
+  return id;
+}
 
 void AlignedBuffer::reserve(size_t bytes) {
   if (bytes <= room_) return;
@@ -77,27 +97,80 @@ void AlignedBuffer::drop_front(size_t bytes) {
 
 LogSegment::LogSegment(Files& files, const SegmentShape& shape, std::string path, uint64_t number,
                        bool direct)
-    : files_(files), shape_(shape), path_(std::move(path)), number_(number), direct_(direct) {
-  const FileHeader header = header_of(shape_, number_);
+    : files_(files),
+      shape_(shape),
+      path_(std::move(path)),
+      number_(number),
+      direct_(direct),
+      salt_(hash_id(shape.store.high) ^ shape.store.low) {
+  const FileHeader header = header_of(shape_, number_, salt_);
   pending_.append(reinterpret_cast<const std::byte*>(&header), sizeof header);
   pending_.append(nullptr, shape_.block - sizeof header);
 }
 
-std::unique_ptr<LogSegment> LogSegment::open(Files& files, const SegmentShape& shape,
-                                             std::string path, uint64_t number, bool direct) {
+std::unique_ptr<LogSegment> LogSegment::open(Files& files, SegmentShape& shape, std::string path,
+                                             uint64_t number, bool direct, bool older) {
   auto segment = std::make_unique<LogSegment>(files, shape, std::move(path), number, direct);
   segment->pending_.clear();
   segment->descriptor_ = files.open(segment->path_, O_RDWR, segment->direct_);
   segment->written_ = files.size(segment->descriptor_, segment->path_);
-  AlignedBuffer buffer;
-  buffer.reserve(shape.block);
-  const size_t got =
-      files.read(segment->descriptor_, buffer.data(), shape.block, 0, segment->path_);
-  const FileHeader expected = header_of(shape, number);
-  segment->header_holds_ =
-      got == shape.block && std::memcmp(buffer.data(), &expected, sizeof expected) == 0;
+  segment->read_header(shape, older);
   segment->map();
   return segment;
+}
+
+void LogSegment::read_header(SegmentShape& shape, bool older) {
+  AlignedBuffer buffer;
+  buffer.reserve(shape_.block);
+  const size_t got = files_.read(descriptor_, buffer.data(), shape_.block, 0, path_);
+  origin_ = Origin::kUnwritten;
+  problem_ = "it is empty";
+  if (std::all_of(buffer.data(), buffer.data() + got, [](std::byte b) { return b == std::byte{}; }))
+    return;
+  origin_ = Origin::kUnknown;
+  problem_ = "its header is damaged";
+  if (got < shape_.block) return;
+  FileHeader header;
+  std::memcpy(&header, buffer.data(), sizeof header);
+  older_format_ = std::memcmp(header.magic, kHeaderMagic1, 8) == 0;
+  if (older_format_) {
+    FileHeader1 header1;
+    std::memcpy(&header1, buffer.data(), sizeof header1);
+    if (header1.checksum != sum_before(header1)) return;
+    header.store = shape.store;
+    header.salt = 0;
+  } else if (std::memcmp(header.magic, kHeaderMagic, 8) != 0 ||
+             header.checksum != sum_before(header)) {
+    return;
+  }
+  if (older && !shape.store.known()) shape.store = header.store;
+  origin_ = Origin::kElsewhere;
+  if (older_format_ && !older) {
+    problem_ = "it has format 1, and the manifest has format 2";
+  } else if (header.store != shape.store) {
+    problem_ = "it belongs to another store";
+  } else if (header.number != number_) {
+    problem_ = "it is segment " + std::to_string(header.number) + " of the store";
+  } else if (header.block != shape_.block || header.payload != shape_.payload ||
+             header.capacity != shape_.capacity) {
+    problem_ = "its records have another size";
+  } else {
+    origin_ = Origin::kHere;
+    problem_.clear();
+    salt_ = header.salt;
+  }
+}
+
+void LogSegment::stamp(const StoreId& store) {
+  SegmentShape shape = shape_;
+  shape.store = store;
+  const FileHeader header = header_of(shape, number_, salt_);
+  AlignedBuffer buffer;
+  buffer.append(reinterpret_cast<const std::byte*>(&header), sizeof header);
+  buffer.append(nullptr, shape_.block - sizeof header);
+  files_.write(descriptor_, buffer.data(), shape_.block, 0, path_);
+  files_.sync(descriptor_, path_);
+  older_format_ = false;
 }
 
 LogSegment::~LogSegment() {
@@ -110,7 +183,7 @@ void LogSegment::map() {
 }
 
 uint64_t LogSegment::checksum(const std::byte* record, uint64_t place) const {
-  return xxh64(record + 8, shape_.record() - 8) ^ hash_id(number_ << 32 ^ place);
+  return xxh64(record + 8, shape_.record() - 8) ^ hash_id((number_ << 32 ^ place) ^ salt_);
 }
 
 bool LogSegment::valid(const std::byte* record, uint64_t place) const {
@@ -208,12 +281,18 @@ void LogSegment::sync() {
     throw;
   }
   synced_ = true;
+  durable_ = records_;
 }
 
-void LogSegment::give_up() {
+void LogSegment::set_durable(uint64_t records) {
+  durable_ = std::min(records, records_);
+  if (durable_ < records_) synced_ = false;
+}
+
+void LogSegment::retire() {
+  retired_ = true;
   pending_ = {};
   summary_pending_ = false;
-  synced_ = true;
 }
 
 std::span<const std::byte> LogSegment::read_range(uint64_t begin, uint64_t end,

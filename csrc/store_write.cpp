@@ -1,6 +1,4 @@
 // The writing half of SsdStore: appending, flushing, cleaning, snapshots.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -30,7 +28,7 @@ void SsdStore::start_segment() {
   active_ = segment.get();
   active_ordinal_ = content_.add(std::move(segment));
   active_content_ = {};
-  new_files_ = true;
+  on_disk_.insert(next_number_);
   ++next_number_;
 }
 
@@ -45,9 +43,8 @@ std::byte* SsdStore::append(uint64_t id, RecordKind kind, uint32_t count, uint32
 }
 
 void SsdStore::insert(const uint64_t* ids, size_t n, std::span<const Column> columns) {
+  const auto lock = writing();
   checked(columns);
-  std::unique_lock lock(mutex_);
-  check_writable();
   // Written while it is in the processor's caches. A failure waits until all rows are taken.
   std::exception_ptr failure;
   for (size_t i = 0; i < n; ++i) {
@@ -74,8 +71,7 @@ void SsdStore::insert(const uint64_t* ids, size_t n, std::span<const Column> col
 }
 
 void SsdStore::erase(const uint64_t* ids, size_t n, bool* removed) {
-  std::unique_lock lock(mutex_);
-  check_writable();
+  const auto lock = writing();
   std::vector<uint64_t> gone;
   for (size_t i = 0; i < n; ++i) {
     removed[i] = content_.index.erase(ids[i]) != StoreIndex::kNone;
@@ -93,13 +89,25 @@ void SsdStore::erase(const uint64_t* ids, size_t n, bool* removed) {
 }
 
 void SsdStore::drain(bool all) {
-  for (const auto& segment : content_.segments)
-    if (segment->pending() != 0) segment->write(all || segment.get() != active_);
+  if (manifest_in_doubt_) settle();  // it may say that nothing comes after it
+  for (const auto& segment : content_.segments) {
+    if (segment->pending() == 0 || segment->suspect()) continue;
+    if (!segment->has_file()) new_files_ = true;
+    segment->write(all || segment.get() != active_);
+  }
 }
 
 void SsdStore::make_durable() {
   drain(true);
-  for (const auto& segment : content_.segments) segment->sync();
+  for (const auto& segment : content_.segments) {
+    if (segment->suspect()) continue;
+    try {
+      segment->sync();
+    } catch (const StoreError&) {
+      if (segment.get() == active_) active_ = nullptr;
+      throw;
+    }
+  }
   if (new_files_) {
     files_->sync_folder(config_.path + "/segments");
     new_files_ = false;
@@ -107,36 +115,43 @@ void SsdStore::make_durable() {
 }
 
 void SsdStore::flush() {
-  std::unique_lock lock(mutex_);
-  check_writable();
+  const auto lock = writing();
   flush_locked();
 }
 
 void SsdStore::flush_locked() {
-  // A segment whose sync failed once may have lost pages although they look written.
+  replace_suspects();
+  std::vector<LogSegment*> retired;
+  for (const auto& segment : content_.segments)
+    if (segment->retired()) retired.push_back(segment.get());
+  if (unflushed_ || !retired.empty()) make_durable();
+  if (!retired.empty()) drop(retired);
+  settle();
+  if (unflushed_) {
+    uint32_t place;
+    append(0, kFlushed, 0, place);
+    active_->seal_record();
+    make_durable();
+    unflushed_ = false;
+  }
+  remove_unused_files();
+}
+
+void SsdStore::replace_suspects() {
   std::vector<LogSegment*> suspects;
   for (const auto& segment : content_.segments)
-    if (segment->suspect()) suspects.push_back(segment.get());
+    if (segment->suspect() && !segment->retired()) suspects.push_back(segment.get());
   for (LogSegment* segment : suspects) {
-    if (segment == active_) active_ = nullptr;
-    const auto ordinal = std::find(content_.by_ordinal.begin(), content_.by_ordinal.end(), segment);
-    relocate(*segment, static_cast<uint32_t>(ordinal - content_.by_ordinal.begin()),
-             segment == content_.segments.front().get());
+    relocate(*segment, segment == content_.segments.front().get());
+    segment->retire();
   }
-  if (!unflushed_ && suspects.empty()) return;
-  for (LogSegment* segment : suspects) segment->give_up();
-  make_durable();
-  uint32_t place;
-  append(0, kFlushed, 0, place);
-  active_->seal_record();
-  make_durable();
-  unflushed_ = false;
-  if (!suspects.empty()) drop(suspects);
 }
 
 // ---- cleaning ----
 
-void SsdStore::relocate(LogSegment& segment, uint32_t ordinal, bool oldest) {
+void SsdStore::relocate(LogSegment& segment, bool oldest) {
+  const auto found = std::find(content_.by_ordinal.begin(), content_.by_ordinal.end(), &segment);
+  const auto ordinal = static_cast<uint64_t>(found - content_.by_ordinal.begin());
   const uint64_t base = ordinal * shape_.capacity, record = shape_.record();
   const uint64_t step = std::max<uint64_t>(1, (uint64_t{1} << 20) / record);
   AlignedBuffer buffer;
@@ -187,10 +202,9 @@ void SsdStore::clean(uint64_t credit) {
          (more_than(19, dropped) || (more_than(15, dropped) && credit_ >= capacity))) {
     LogSegment* segment = content_.segments[victims.size()].get();
     if (segment == active_) break;
-    const auto ordinal = std::find(content_.by_ordinal.begin(), content_.by_ordinal.end(), segment);
     try {
       // Those before it in the deque go with it, so its erasures are needed no more.
-      relocate(*segment, static_cast<uint32_t>(ordinal - content_.by_ordinal.begin()), true);
+      relocate(*segment, true);
       counts_.problem.clear();
     } catch (const CorruptStore& error) {
       counts_.problem = error.what();  // find() of such a row says so as well
@@ -204,15 +218,16 @@ void SsdStore::clean(uint64_t credit) {
   flush_locked();
   drop(victims);
   counts_.cleaned_segments += victims.size();
+  remove_unused_files();
 }
 
 void SsdStore::drop(const std::vector<LogSegment*>& victims) {
   const auto dropped = [&](const LogSegment* segment) {
     return std::find(victims.begin(), victims.end(), segment) != victims.end();
   };
-  std::vector<Manifest::Entry> kept = entries();
+  Manifest kept = present();
   for (const LogSegment* victim : victims)
-    std::erase_if(kept, [&](const auto& entry) { return entry.number == victim->number(); });
+    std::erase_if(kept.segments, [&](const auto& e) { return e.number == victim->number(); });
   write_manifest(std::move(kept));
   for (LogSegment*& segment : content_.by_ordinal) {
     if (segment == nullptr || !dropped(segment)) continue;
@@ -220,28 +235,130 @@ void SsdStore::drop(const std::vector<LogSegment*>& victims) {
     segment = nullptr;
   }
   std::erase_if(content_.segments, [&](const auto& segment) { return dropped(segment.get()); });
-  remove_unused_files();
 }
 
-std::vector<Manifest::Entry> SsdStore::entries() const {
-  std::vector<Manifest::Entry> entries;
-  for (const auto& segment : content_.segments)
-    entries.push_back(
-        {segment->number(), segment->limited() ? segment->records() : Manifest::kAll});
-  return entries;
+// The call that leaves files behind has succeeded; those that stay are tried again by later calls.
+void SsdStore::remove_unused_files() {
+  unremoved_.clear();
+  std::set<uint64_t> used;
+  for (const auto& segment : content_.segments) used.insert(segment->number());
+  for (const auto* snapshots : {&snapshots_, &snapshots_in_doubt_})
+    for (const auto& [name, manifest] : *snapshots)
+      for (const auto& entry : manifest.segments) used.insert(entry.number);
+  for (auto number = on_disk_.begin(); number != on_disk_.end();) {
+    if (used.contains(*number)) {
+      ++number;
+      continue;
+    }
+    try {
+      files_->remove(segment_path(*number));
+      number = on_disk_.erase(number);
+    } catch (const StoreError& error) {
+      unremoved_ = error.what();
+      ++number;
+    }
+  }
 }
 
-void SsdStore::write_manifest(std::vector<Manifest::Entry> segments) {
-  Manifest manifest{shape_, next_number_, std::move(segments), {}};
+// ---- manifests ----
+
+Manifest SsdStore::empty_manifest() const {
+  Manifest manifest;
+  manifest.shape = shape_;
+  manifest.next = next_number_;
+  return manifest;
+}
+
+// The content as far as it has files: segments get them in order. Of one whose sync failed, what
+// was synced before counts.
+Manifest SsdStore::present() const {
+  Manifest manifest = empty_manifest();
+  for (const auto& segment : content_.segments) {
+    if (!segment->has_file()) {
+      manifest.next = segment->number();
+      break;
+    }
+    const bool limited = segment->limited() || segment->suspect();
+    if (limited && segment->durable() == 0) continue;
+    manifest.segments.push_back(
+        {segment->number(), limited ? segment->durable() : Manifest::kAll, segment->durable()});
+  }
+  return manifest;
+}
+
+void SsdStore::write_manifest(Manifest manifest) {
+  if (older_) upgrade();
+  if (new_files_) files_->sync_folder(config_.path + "/segments");
+  new_files_ = false;
+  manifest_in_doubt_ = true;
   files_->replace(config_.path, "MANIFEST", manifest.text());
+  manifest_in_doubt_ = false;
+  older_ = false;
+}
+
+void SsdStore::write_snapshot(const std::string& name, const Manifest& manifest) {
+  files_->replace(config_.path + "/snapshots", name, manifest.text());
+}
+
+// Gives every file the format that the next manifest will have.
+void SsdStore::upgrade() {
+  std::set<uint64_t> done;
+  for (const auto& segment : content_.segments) {
+    if (segment->retired()) continue;  // a snapshot may still have its file
+    if (segment->older_format()) segment->stamp(shape_.store);
+    done.insert(segment->number());
+  }
+  for (auto& [name, manifest] : snapshots_) {
+    for (Manifest::Entry& entry : manifest.segments) {
+      entry.durable = entry.records;
+      if (!done.insert(entry.number).second) continue;
+      const auto segment = open_segment(entry.number);
+      if (segment->older_format()) segment->stamp(shape_.store);
+    }
+    manifest.shape.store = shape_.store;
+    manifest.snapshot = name;
+    write_snapshot(name, manifest);
+  }
+}
+
+// Makes the files that are in doubt what memory says.
+void SsdStore::settle() {
+  while (!snapshots_in_doubt_.empty()) {
+    const std::string name = snapshots_in_doubt_.begin()->first;
+    const auto known = snapshots_.find(name);
+    if (known != snapshots_.end()) {
+      write_snapshot(name, known->second);
+    } else {
+      files_->remove(snapshot_path(name));
+      files_->sync_folder(config_.path + "/snapshots");
+    }
+    snapshots_in_doubt_.erase(name);
+  }
+  if (manifest_in_doubt_ || older_) write_manifest(present());
 }
 
 // ---- content as a whole ----
 
 void SsdStore::clear() {
-  std::unique_lock lock(mutex_);
-  check_writable();
-  write_manifest({});
+  const auto lock = writing();
+  write_manifest(empty_manifest());
+  content_ = {};
+  active_ = nullptr;
+  unflushed_ = false;
+  remove_unused_files();
+}
+
+void SsdStore::set_payload(uint64_t payload) {
+  const auto lock = writing();
+  if (content_.index.size() != 0 || !snapshots_.empty())
+    throw std::logic_error("the store at " + config_.path + " has rows; they cannot change size");
+  SegmentShape shape = shape_;
+  shape.payload = payload;
+  shape.capacity = capacity_of(payload);
+  Manifest manifest = empty_manifest();
+  manifest.shape = shape;
+  write_manifest(std::move(manifest));
+  shape_ = shape;
   content_ = {};
   active_ = nullptr;
   unflushed_ = false;
@@ -249,26 +366,30 @@ void SsdStore::clear() {
 }
 
 void SsdStore::snapshot(const std::string& name, const std::string& note) {
-  std::unique_lock lock(mutex_);
-  check_writable();
+  const auto lock = writing();
   flush_locked();
-  Manifest manifest{shape_, next_number_, {}, note};
+  Manifest manifest = empty_manifest();
+  manifest.note = note;
+  manifest.snapshot = name;
   for (const auto& segment : content_.segments)
     if (segment->records() != 0)
-      manifest.segments.push_back({segment->number(), segment->records()});
-  files_->replace(config_.path + "/snapshots", name, manifest.text());
+      manifest.segments.push_back({segment->number(), segment->records(), segment->records()});
+  snapshots_in_doubt_[name] = manifest;
+  write_snapshot(name, manifest);
   snapshots_[name] = std::move(manifest);
+  snapshots_in_doubt_.erase(name);
   remove_unused_files();  // those that only a snapshot of this name before held
 }
 
 std::string SsdStore::load_snapshot(const std::string& name) {
-  std::unique_lock lock(mutex_);
-  check_writable();
+  const auto lock = writing();
   const auto found = snapshots_.find(name);
   if (found == snapshots_.end()) throw StoreError(ENOENT, snapshot_path(name), "no snapshot");
   const Manifest& manifest = found->second;
   Content content = replay(manifest.segments, false);
-  write_manifest(manifest.segments);
+  Manifest loaded = empty_manifest();
+  loaded.segments = manifest.segments;
+  write_manifest(std::move(loaded));
   content_ = std::move(content);
   active_ = nullptr;
   unflushed_ = false;
@@ -277,38 +398,51 @@ std::string SsdStore::load_snapshot(const std::string& name) {
 }
 
 void SsdStore::drop_snapshot(const std::string& name) {
-  std::unique_lock lock(mutex_);
-  check_writable();
-  if (!snapshots_.contains(name)) throw StoreError(ENOENT, snapshot_path(name), "no snapshot");
+  const auto lock = writing();
+  const auto found = snapshots_.find(name);
+  if (found == snapshots_.end()) throw StoreError(ENOENT, snapshot_path(name), "no snapshot");
+  snapshots_in_doubt_[name] = found->second;
   files_->remove(snapshot_path(name));
   files_->sync_folder(config_.path + "/snapshots");
   snapshots_.erase(name);
+  snapshots_in_doubt_.erase(name);
   remove_unused_files();
 }
 
 std::vector<std::string> SsdStore::snapshots() const {
-  std::shared_lock lock(mutex_);
+  const ReadLock lock = reading(true);
   std::vector<std::string> names;
   for (const auto& [name, manifest] : snapshots_) names.push_back(name);
   return names;
 }
 
 void SsdStore::close() {
-  std::unique_lock lock(mutex_);
+  if (!here()) {  // gives its copy back
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return;
+    content_ = {};
+    reading_ = false;
+    lock_ = nullptr;
+    return;
+  }
+  const std::unique_lock lock(mutex_);
   if (reading_) {
     content_ = {};
     reading_ = false;
   }
-  if (lock_ < 0) return;
+  if (!lock_) return;
   flush_locked();
-  if (active_ != nullptr) {  // with a summary it opens faster; without, as well
+  if (active_ != nullptr) {  // with a summary it opens faster
     active_->finish(active_content_);
     active_ = nullptr;
-    make_durable();
   }
+  make_durable();
+  Manifest manifest = present();
+  manifest.closed = true;
+  for (const auto& [name, snapshot] : snapshots_) manifest.holds[name] = snapshot.sum();
+  write_manifest(std::move(manifest));
   content_ = {};
-  ::close(lock_);
-  lock_ = -1;
+  lock_ = nullptr;
 }
 
 }  // namespace dynamicemb

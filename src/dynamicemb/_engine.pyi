@@ -124,7 +124,7 @@ def commit_batches(batches: Sequence[Batch], scores: Sequence[tuple[int, int]], 
 def run_batches(batches: Sequence[Batch], scores: Sequence[tuple[int, int]], threads: int) -> None: ...
 
 class OptimizerStep:
-    def __init__(self, *, kind: int, learning_rate: float, epsilon: float, beta2: float, one_minus_beta1: float, one_minus_beta2: float, adam_rate: float, bias_correction2_sqrt: float, momentum: float, dampening: float, weight_decay: float, decay_factor: float, lambda1: float, lambda2: float, ftrl_beta: float, max_gradient: float, nesterov: bool, decoupled_decay: bool, maximize: bool, stochastic_rounding: bool, rounding_seed: int, step: int, iteration: int, decay1: float, decay2: float) -> None: ...
+    def __init__(self, *, kind: int, learning_rate: float, epsilon: float, beta2: float, one_minus_beta1: float, one_minus_beta2: float, adam_rate: float, bias_correction2_sqrt: float, momentum: float, one_minus_dampening: float, weight_decay: float, decay_factor: float, lambda1: float, lambda2: float, ftrl_beta: float, max_gradient: float, nesterov: bool, decoupled_decay: bool, maximize: bool, stochastic_rounding: bool, rounding_seed: int, step: int, iteration: int, decay1: float, decay2: float) -> None: ...
 
 class Call:
     def __init__(self, tables: Sequence[Table], batches: Sequence[Batch], features: Sequence[int], bounds: Sequence[int], pooled: bool, mean: bool, batch_size: int, offsets: int, weights: int, type: int, stride: int) -> None: ...
@@ -161,6 +161,11 @@ class PluginStore:
 def read_redis_values(text: int, length: int, wanted: int, head: bytes, tag_bytes: int, row_bytes: int, rows: int, found: int) -> tuple[int, int, int, int]:
     """
     (bytes read, values read, problem, size) of values that MGET answers with.
+    """
+
+def read_redis_pieces(text: int, length: int, wanted: int) -> tuple[int, list[bytes | int | None]]:
+    """
+    (bytes read, replies) up to the first that is not one piece, or not whole: texts as bytes, numbers as int, a missing text as None.
     """
 
 class MappedShard:
@@ -230,7 +235,7 @@ class Files:
     pass
 
 class FailingFiles(Files):
-    def __init__(self, kinds: int, first: int, count: int, error: int) -> None:
+    def __init__(self, kinds: int, first: int, count: int, error: int, then: int = 18446744073709551615) -> None:
         """For tests: see csrc/store_files.h."""
 
     @property
@@ -251,6 +256,8 @@ class SsdStore:
     def erase(self, ids: int, n: int, removed: int) -> None: ...
 
     def export_rows(self, cursor: tuple[int, int], limit: int, ids: int, columns: Sequence[tuple[int, int]]) -> tuple[int, int, int]: ...
+
+    def set_payload(self, payload: int) -> None: ...
 
     def flush(self) -> None: ...
 

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 engine=(kernel_tests batch_tests memory_tests admission_tests optimizer_tests thread_tests)
-others=(slot_map_tests store_tests)
+others=(slot_map_tests store_tests text_tests)
 
 build() {  # name, sanitizers
   cmake -S . -B "build/sanitize-$1" -DDYNAMICEMB_PYTHON=OFF -DDYNAMICEMB_TESTS=ON \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -18,6 +19,7 @@ class ReadAhead:
         self._valid = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         self._found: Found | None = None
         self._done = threading.Event()
+        self._process = os.getpid()
 
     def start(self, store: Store) -> None:
         threading.Thread(target=self._read, args=(store,), daemon=True, name="read ahead").start()
@@ -39,7 +41,8 @@ class ReadAhead:
 
     def take(self, ids: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         """(rows of ``ids`` that were read and found, the ids about which nothing is known)."""
-        self._done.wait()
+        if os.getpid() == self._process:  # a forked child does not have the thread
+            self._done.wait()
         empty = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._found is None or not len(self.ids):
             return Rows(empty, empty, empty, empty), ids

@@ -6,7 +6,7 @@ import errno
 import functools
 import os
 import re
-import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +22,13 @@ from dynamicemb.errors import (
     check_bool,
     check_choice,
     check_integer,
-    wrong_type,
+    check_path,
     wrong_value,
 )
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import DynamicEmbTableOptions
 from dynamicemb.table.rows import Found, Rows
-from dynamicemb.tiers.base import BoundedStore, StoreStats
+from dynamicemb.tiers.base import BoundedStore, RowLayout, StoreStats
 from dynamicemb.tiers.merge import select
 
 _MOST_AT_ONCE = 2**18  # rows that are handed down together
@@ -39,11 +39,13 @@ class SsdStore(BoundedStore):
     """Rows in a folder, as a log of segments with an index in memory: at most 16 bytes per row,
     and 9 to 18 for each record of the segment that is being written.
 
-    The folder belongs to one store of one process at a time. Opening it again finds what was
-    flushed, and what the operating system still had of the rest. Every record has a checksum:
-    damage is a CorruptStoreError when the row is read, or when the folder is opened. While the disk
-    is full :meth:`insert` raises a StoreError that names the file; its rows stay in memory, are
-    found, and are written by the next call that can.
+    The folder belongs to one store of one process at a time; a forked child can read what was there
+    at the fork, and change nothing. Opening the folder again finds what was flushed, and what the
+    operating system still had of the rest. Every file has the id of its store and its own place, and
+    every record a checksum: a corrupt, exchanged or missing file is a CorruptStoreError that names
+    it, when the folder is opened or when the row is read. While the disk is full :meth:`insert`
+    raises a StoreError that names the file; its rows stay in memory, are found, and are written by
+    the next call that can. The same holds for any other error of the disk.
 
     Args:
         options, optimizer: of the table above; they say what a row is.
@@ -78,9 +80,7 @@ class SsdStore(BoundedStore):
         files: Any = None,
     ) -> None:
         super().__init__(options, optimizer)
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise wrong_type("path", path, "the path of a folder")
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(check_path("path", path))
         check_choice("physical_block_size", physical_block_size, (512, 4096))
         self._settings = {
             "block": physical_block_size,
@@ -102,6 +102,7 @@ class SsdStore(BoundedStore):
         cls, path: str | os.PathLike[str], **settings: Any
     ) -> Callable[[DynamicEmbTableOptions, Optimizer], SsdStore]:
         """For ``external_storage``: a store in this folder. Tables need a folder each."""
+        check_path("path", path)
         return functools.partial(cls, path=path, **settings)
 
     def _open(self) -> None:
@@ -110,6 +111,14 @@ class SsdStore(BoundedStore):
                 os.makedirs(self.path, exist_ok=True)
             self._store = _engine.SsdStore(
                 path=self.path, payload=self.layout.row_bytes, **self._settings
+            )
+        moved: Any = self._store.stats()["set_aside"]
+        if moved:
+            warnings.warn(
+                f"files in {self.path} that are not part of the store were moved to "
+                f"{', '.join(moved)}",
+                UserWarning,
+                stacklevel=3,
             )
 
     @contextmanager
@@ -226,7 +235,8 @@ class SsdStore(BoundedStore):
             self._store.clear()
 
     def size(self) -> int:
-        return self._store.size
+        with self._errors():
+            return self._store.size
 
     def flush(self) -> None:
         """When it returns, everything inserted before survives a crash of the process or the
@@ -249,16 +259,14 @@ class SsdStore(BoundedStore):
             self._store.drop_snapshot(_checked_name(name))
 
     def snapshots(self) -> list[str]:
-        return self._store.snapshots()
+        with self._errors():
+            return self._store.snapshots()
 
     def set_layout(self, options: DynamicEmbTableOptions, optimizer: Optimizer) -> None:
-        if self.size() or self.snapshots():
-            raise UsageError(f"the store at {self.path} has rows; its layout cannot change")
-        self._store.close()
-        shutil.rmtree(os.path.join(self.path, "segments"))
-        os.remove(os.path.join(self.path, "MANIFEST"))
-        super().set_layout(options, optimizer)
-        self._open()
+        layout = RowLayout.of(options, optimizer)
+        with self._errors():
+            self._store.set_payload(layout.row_bytes)
+        self.layout = layout
 
     def stats(self) -> StoreStats:
         with self._errors():
