@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dynamicemb.admission import KVCounter
 from dynamicemb.errors import check_integer
 from dynamicemb.optimizers import get_optimizer_state_dim, has_scalar_state
 from dynamicemb.options import (
@@ -93,11 +94,16 @@ def get_table_bytes(options: DynamicEmbTableOptions, optimizer_type: object) -> 
         slot += _SECOND_SCORE_BYTES
     index = options.max_capacity * slot
     if options.admission_counter is not None:
-        index += options.admission_counter.capacity * _SLOT_BYTES
+        index += counter_bytes(options.admission_counter)
     value = _value_bytes(options.embedding_dtype or torch.float32, options.dim, optimizer_type)
     if has_scalar_state(optimizer_type):
         value -= _STATE_BYTES
     return index, options.max_capacity * align_to_table_size(value, _ROW_ALIGNMENT)
+
+
+def counter_bytes(counter: KVCounter) -> int:
+    """Bytes of a full admission counter."""
+    return counter.capacity * _SLOT_BYTES
 
 
 def _value_bytes(dtype: torch.dtype, dim: int, optimizer_type: object) -> int:

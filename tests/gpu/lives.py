@@ -218,6 +218,16 @@ SHAPES = {
         kind=_Kind.SGD, args=OptimizerArgs(gradient_clipping=True, max_gradient=0.5, maximize=True)
     ),
     "decay": Shape(kind=_Kind.ADAM, args=OptimizerArgs(weight_decay=0.1)),
+    "beta1 of 0": Shape(kind=_Kind.ADAM, args=OptimizerArgs(beta1=0.0)),
+    "small beta1": Shape(
+        dims=(8, 8),
+        kind=_Kind.ADAM,
+        args=OptimizerArgs(beta1=0.3, weight_decay=0.1, weight_decay_mode=1),
+    ),
+    "small beta1, rowwise": Shape(
+        kind=_Kind.PARTIAL_ROWWISE_ADAM, args=OptimizerArgs(beta1=0.5, weight_decay=0.1)
+    ),
+    "dampening": Shape(kind=_Kind.MOMENTUM, args=OptimizerArgs(momentum=0.7, dampening=0.3)),
     "l2": Shape(kind=_Kind.SGD, args=OptimizerArgs(weight_decay=0.1, weight_decay_mode=1)),
     "nesterov": Shape(kind=_Kind.MOMENTUM, args=OptimizerArgs(nesterov=True)),
     "rowwise, 64": Shape(dims=(64,), kind=_Kind.ROWWISE_ADAGRAD),

@@ -31,27 +31,39 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 IDS, BATCH, SLOTS, STEPS = (90, 24, 64, 8) if INTERPRETED else (40_000, 1024, 4096, 60)
 
 
-def options(storage: Any, dim: int, **changes: Any) -> DynamicEmbTableOptions:
+def options(
+    storage: Any, dim: int, capacity: int = 4 * IDS, strategy: str = "STEP"
+) -> DynamicEmbTableOptions:
     made = DynamicEmbTableOptions(
         dim=dim,
-        max_capacity=4 * IDS,
+        max_capacity=capacity,
         bucket_capacity=32,
-        score_strategy=DynamicEmbScoreStrategy.STEP,
-        **changes,
+        score_strategy=DynamicEmbScoreStrategy[strategy],
     )
     if storage is not None:
         from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 
         adam = Optimizer(OptimizerKind.ADAM, OptimizerArgs())
-        made.local_hbm_for_values = table_bytes(SLOTS, made, adam, device=DEVICE)
+        made.local_hbm_for_values = table_bytes(SLOTS, made, adam, device=DEVICE, cache=True)
         made.caching = storage == "caching"
         made.external_storage = None if storage == "caching" else storage
     return made
 
 
 def make(storages: list[Any]) -> BatchedDynamicEmbeddingTables:
+    return of_tables(
+        [
+            options(one, dim, strategy=strategy)
+            for one, dim, strategy in zip(
+                storages, (8, 4, 8), ("STEP", "NO_EVICTION", "STEP"), strict=True
+            )
+        ]
+    )
+
+
+def of_tables(tables: list[DynamicEmbTableOptions]) -> BatchedDynamicEmbeddingTables:
     return BatchedDynamicEmbeddingTables(
-        [options(one, dim) for one, dim in zip(storages, (8, 4, 8), strict=True)],
+        tables,
         optimizer=EmbOptimType.ADAM,
         learning_rate=0.1,
         seed=1,
@@ -59,11 +71,14 @@ def make(storages: list[Any]) -> BatchedDynamicEmbeddingTables:
     )
 
 
-def train(module: BatchedDynamicEmbeddingTables, depth: int) -> list[torch.Tensor]:
+def train(
+    module: BatchedDynamicEmbeddingTables, depth: int, ids_in_all: int = IDS
+) -> list[torch.Tensor]:
     """Outputs of all steps, with ``depth`` batches prefetched, on a GPU on a stream of its own."""
     generator = torch.Generator().manual_seed(1)
     batches = [
-        torch.randint(0, IDS, (3 * BATCH,), generator=generator).to(DEVICE) for _ in range(STEPS)
+        torch.randint(0, ids_in_all, (3 * BATCH,), generator=generator).to(DEVICE)
+        for _ in range(STEPS)
     ]
     offsets = torch.arange(0, 3 * BATCH + 1, 4).to(DEVICE)
     outputs = []
@@ -91,10 +106,30 @@ def content(module: BatchedDynamicEmbeddingTables) -> list[dict[str, torch.Tenso
     for table in module.tables:
         state = table.state_dict()
         order = torch.argsort(state["ids"])
-        tables.append(
-            {name: state[name][order] for name in ("ids", "embeddings", "state", "scores")}
-        )
+        del state["meta"]
+        tables.append({name: tensor[order] for name, tensor in state.items()})
     return tables
+
+
+def check_full_tables() -> None:
+    """Where a table is full that evicts nothing, the same ids fail with a cache and without."""
+    capacity = 3 * SLOTS // 2
+    both = [
+        of_tables([options(one, 4, capacity, "NO_EVICTION") for one in (first, None, None)])
+        for first in ("caching", None)
+    ]
+    for mine, expected in zip(*(train(module, 0, 2 * IDS) for module in both), strict=True):
+        assert torch.equal(mine, expected)
+    for mine, expected in zip(*map(content, both), strict=True):
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+    cached, plain = (module.tables[0] for module in both)
+    assert isinstance(cached, CachedTable)
+    assert cached.cache_stats().written_back > 10
+    assert cached.progress() == plain.progress()
+    for name in ("hits", "misses", "inserts", "failures", "rejections", "dropped_gradients"):
+        assert getattr(cached.stats(), name) == getattr(plain.stats(), name), name
+    assert plain.stats().failures > 10
+    print("full tables equal,", plain.stats().failures, "failures")
 
 
 def check_budget(folder: str) -> None:
@@ -143,6 +178,7 @@ def main(folder: str) -> None:
             assert stats.bytes <= table.options.local_hbm_for_values
             assert str(table.device).startswith(DEVICE)
         print("depth", depth, "equal", cached.tables[0].cache_stats())
+    check_full_tables()
     if not INTERPRETED:
         check_budget(folder)
 

@@ -25,7 +25,7 @@ def run(folder: Path, environment: dict[str, str]) -> None:
         check=False,
     )
     assert out.returncode == 0, out.stderr[-3000:]
-    assert out.stdout.count("equal") == 2
+    assert out.stdout.count("equal") == 3
 
 
 def test_a_store_below_interpreted_kernels_changes_no_bit(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def contents(module: BatchedDynamicEmbeddingTables) -> list[torch.Tensor]:
-    names = ("ids", "embeddings", "state", "scores")
-    return [table.state_dict()[name] for table in module.tables for name in names]
+    states = [table.state_dict() for table in module.tables]
+    return [tensor for state in states for name, tensor in state.items() if name != "meta"]
 
 
 def churn() -> None:

@@ -52,7 +52,7 @@ def run(device: str, pooling: DynamicEmbPoolingMode, optimizer: EmbOptimType) ->
     parts: list[Any] = losses
     for table in module.tables:
         state = table.state_dict()
-        parts += [state[name].cpu() for name in ("ids", "embeddings", "state", "scores")]
+        parts += [tensor.cpu() for name, tensor in state.items() if name != "meta"]
         parts.append(table.find_slots(state["ids"]).cpu())
         stats = table.stats()
         assert stats.evictions > 100

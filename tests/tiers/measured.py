@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 
-from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbTableOptions, EmbOptimType
+from dynamicemb import (
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    EmbOptimType,
+)
 from dynamicemb.tiers import HostStore, SsdStore, Stack
 
 BATCH = 4096
@@ -25,7 +30,9 @@ def private_bytes() -> int:
         return next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:")) * 1024
 
 
-def options(kind: str, path: str, mib: int, **changes: Any) -> DynamicEmbTableOptions:
+def options(
+    kind: str, path: str, mib: int, score_strategy: str = "TIMESTAMP", **changes: Any
+) -> DynamicEmbTableOptions:
     layouts: dict[str, dict[str, Any]] = {
         "local": {
             "external_storage": SsdStore.at(path),
@@ -44,7 +51,9 @@ def options(kind: str, path: str, mib: int, **changes: Any) -> DynamicEmbTableOp
             "local_hbm_for_values": mib * MIB,
         },
     }
-    return DynamicEmbTableOptions(dim=64, max_capacity=2**20, **(layouts[kind] | changes))
+    strategy = DynamicEmbScoreStrategy[score_strategy]
+    fields = layouts[kind] | changes
+    return DynamicEmbTableOptions(dim=64, max_capacity=2**20, score_strategy=strategy, **fields)
 
 
 def train(module: BatchedDynamicEmbeddingTables, ids: int) -> None:

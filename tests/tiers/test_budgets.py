@@ -6,17 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dynamicemb import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from dynamicemb import (
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    get_table_value_bytes,
+)
+from dynamicemb.errors import InvalidArgumentError
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import MAX_BUCKET_CAPACITY
 from dynamicemb.table import create_table
-from dynamicemb.tiers import HostStore
+from dynamicemb.tiers import CachedTable, HostStore
 from dynamicemb.tiers.sizing import rows_within, table_bytes
 
 MIB = 2**20
@@ -55,8 +63,9 @@ def test_a_cache_over_main_memory_takes_its_budget(tmp_path: Path) -> None:
     assert 0.9 * everything <= measured["used"] <= 1.05 * everything
 
 
-def test_two_budgets_of_a_stack(tmp_path: Path) -> None:
-    measured = measure("stack", tmp_path, 40)
+@pytest.mark.parametrize("strategy", ["TIMESTAMP", "NO_EVICTION"])
+def test_two_budgets_of_a_stack(strategy: str, tmp_path: Path) -> None:
+    measured = measure("stack", tmp_path, 40, score_strategy=strategy)
     host, index = measured["stores"]
     assert 0.97 * 40 * MIB <= measured["cache"] <= 40 * MIB
     assert 0.97 * 40 * MIB <= host <= 40 * MIB
@@ -88,8 +97,62 @@ def test_the_size_is_what_the_engine_says(kind: OptimizerKind, bucket: int) -> N
         assert table.stats().bytes == table_bytes(rows, options, optimizer)
 
 
-def test_a_budget_below_one_bucket_is_refused() -> None:
-    options = DynamicEmbTableOptions(dim=64, max_capacity=2**16, external_storage=HostStore)
-    options.local_hbm_for_values = 1000
-    with pytest.raises(ValueError, match="local_hbm_for_values is 1000; allowed: at least"):
+BELOW = DynamicEmbTableOptions(dim=64, max_capacity=2**16, caching=True, local_hbm_for_values=1000)
+
+
+@pytest.mark.parametrize("store", [None, HostStore])
+@pytest.mark.parametrize("bucket", [64, 128, MAX_BUCKET_CAPACITY])
+def test_a_budget_below_one_bucket_is_rounded_up_and_says_so(store: Any, bucket: int) -> None:
+    options = replace(BELOW, external_storage=store, bucket_capacity=bucket)
+    optimizer = Optimizer(OptimizerKind.ADAM, OptimizerArgs())
+    with pytest.warns(UserWarning, match=r"table 'users' has 1000 bytes .* which are used") as said:
+        table = create_table(options, optimizer=optimizer, name="users")
+    assert isinstance(table, CachedTable)
+    width = 16 if bucket == MAX_BUCKET_CAPACITY else bucket
+    assert table.cache.capacity == width
+    assert str(table_bytes(width, options, optimizer)) in str(said[0].message)
+    ids = torch.arange(1000)
+    for part in ids.split(width // 2):
+        table.find_or_insert(part)
+    assert len(table) == 1000
+    assert bool(table.contains(ids).all())
+
+
+def test_a_table_whose_rows_all_fit_one_bucket_has_no_cache() -> None:
+    """As in upstream's example with a table of two genders."""
+    options = replace(BELOW, max_capacity=100)
+    with pytest.warns(UserWarning, match="has 1000 bytes for rows in use"):
+        table = create_table(options)
+    assert not isinstance(table, CachedTable)
+    assert table.capacity == 128
+
+
+def test_upstreams_own_budget_is_taken() -> None:
+    """Half of what its helper says: refused before, since ids and scores count here."""
+    config = SimpleNamespace(num_embeddings=100, embedding_dim=64, data_type="FP32")
+    budget = get_table_value_bytes(config, "adam", 1, 128) // 2
+    options = replace(BELOW, max_capacity=128, local_hbm_for_values=budget)
+    other = replace(BELOW, max_capacity=2**14, local_hbm_for_values=2**21)
+    with pytest.warns(UserWarning, match=f"table 'small' has {budget} bytes"):
+        tables = BatchedDynamicEmbeddingTables(
+            [options, other], ["small", "large"], optimizer="adam"
+        )
+    offsets = torch.tensor([0, 50, 500])
+    for step in range(3):
+        ids = torch.cat([torch.arange(50), torch.arange(450) + 300 * step])
+        tables(ids, offsets).sum().backward()
+    assert [len(table) for table in tables.tables] == [50, 1050]
+
+
+def test_a_budget_of_zero_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="local_hbm_for_values is 0; allowed: with cach"):
+        create_table(replace(BELOW, local_hbm_for_values=0))
+
+
+def test_the_budget_of_a_store_is_not_rounded_up() -> None:
+    options = replace(BELOW, external_storage=HostStore.within(1000))
+    with (
+        pytest.warns(UserWarning, match="1000 bytes"),
+        pytest.raises(InvalidArgumentError, match="budget is 1000; allowed: at least"),
+    ):
         create_table(options)

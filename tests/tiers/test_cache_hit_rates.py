@@ -13,6 +13,7 @@ from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.table import create_table
 from dynamicemb.tiers import HostStore
 from dynamicemb.tiers.sizing import table_bytes
+from tables import STRATEGY
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from zipf import Zipf
@@ -31,11 +32,17 @@ def test_the_expected_rates_are_the_known_ones(alpha: float, one: float, ten: fl
     assert stream.lru_hit_rate(10**5) == pytest.approx(ten, abs=1e-4)
 
 
-def test_a_cache_hits_as_often_as_expected() -> None:
+@pytest.mark.parametrize("strategy", ["TIMESTAMP", "STEP", "NO_EVICTION"])
+def test_a_cache_hits_as_often_as_expected(strategy: str) -> None:
     ids, batch = 20_000, 64
-    options = DynamicEmbTableOptions(dim=4, max_capacity=4 * ids, external_storage=HostStore)
+    options = DynamicEmbTableOptions(
+        dim=4,
+        max_capacity=4 * ids,
+        score_strategy=STRATEGY[strategy],
+        external_storage=HostStore,
+    )
     sgd = Optimizer(OptimizerKind.SGD, OptimizerArgs())
-    options.local_hbm_for_values = table_bytes(ids // 10, options, sgd)
+    options.local_hbm_for_values = table_bytes(ids // 10, options, sgd, cache=True)
     table = create_table(options)
     stream = Zipf(ids, 1.05, seed=3)
     for part in torch.arange(2000).flip(0).split(batch):

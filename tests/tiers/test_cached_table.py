@@ -123,7 +123,7 @@ def test_a_full_disk_loses_no_row_and_work_resumes(tmp_path: Path) -> None:
         except StoreError as error:
             errors.append(error)
         assert len(errors) < 10
-    assert len(errors) == 5
+    assert len(errors) == 4  # the first was met after a batch; the next one raised
     assert all(str(tmp_path) in str(error) for error in errors)
     assert len(table) == 100_000
     found = table.find(torch.arange(100_000))
@@ -167,10 +167,12 @@ def test_rows_that_a_store_refuses_are_kept_until_it_takes_them() -> None:
     for part in torch.arange(200).split(8):
         table.find_or_insert(part)
     table.store.fail = True  # type: ignore[attr-defined]
-    with pytest.raises(StoreError, match="does not answer"):
-        table.find_or_insert(torch.arange(200, 216))
+    table.find_or_insert(torch.arange(200, 208))  # it ran when rows left for it
+    for _ in range(3):
+        with pytest.raises(StoreError, match="does not answer"):
+            table.find_or_insert(torch.arange(208, 216))
     table.store.fail = False  # type: ignore[attr-defined]
-    for part in torch.arange(200, 400).split(8):
+    for part in torch.arange(208, 400).split(8):
         table.find_or_insert(part)
     assert len(table) == 400
     assert table.find(torch.arange(400)).found.all()
@@ -207,8 +209,6 @@ def test_another_kind_of_optimizer_needs_an_empty_store(tmp_path: Path) -> None:
 def test_wrong_options() -> None:
     with pytest.raises(InvalidArgumentError, match="local_hbm_for_values"):
         create_table(DynamicEmbTableOptions(dim=4, max_capacity=100, caching=True))
-    with pytest.raises(InvalidArgumentError, match="one bucket of 16"):
-        make(rows=3)
     with pytest.raises(TypeError, match="external_storage"):
         make(lambda options, optimizer: object())
     with pytest.raises(UsageError, match="cannot be copied"):

@@ -27,17 +27,17 @@ from tables import DEBUG, STRATEGY
 
 
 def options(store: Any, slots: int = 32, **changes: Any) -> DynamicEmbTableOptions:
-    made = DynamicEmbTableOptions(
-        dim=4,
-        max_capacity=4096,
-        bucket_capacity=16,
-        initializer_args=DEBUG,
-        score_strategy=STRATEGY["STEP"],
-        **changes,
-    )
+    fields: dict[str, Any] = {
+        "dim": 4,
+        "max_capacity": 4096,
+        "bucket_capacity": 16,
+        "initializer_args": DEBUG,
+        "score_strategy": STRATEGY["STEP"],
+    }
+    made = DynamicEmbTableOptions(**(fields | changes))
     if store is not None:
         made.external_storage = store
-        made.local_hbm_for_values = table_bytes(slots, made, ADAM)
+        made.local_hbm_for_values = table_bytes(slots, made, ADAM, cache=True)
     return made
 
 
@@ -136,10 +136,14 @@ def test_a_snapshot_that_is_loaded_makes_older_marks_unknown(tmp_path: Path) -> 
     assert ids_of(table.export(changed_since=table.mark_changes())) == []
 
 
-def test_an_incremental_dump_with_deletions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["STEP", "NO_EVICTION"])
+def test_an_incremental_dump_with_deletions(strategy: str, tmp_path: Path) -> None:
     """The sum of dumps is the table, although rows went to the store between them."""
     module = BatchedDynamicEmbeddingTables(
-        [options(stack(tmp_path / "s"), slots=64)], ["t"], optimizer=EmbOptimType.ADAM, seed=1
+        [options(stack(tmp_path / "s"), slots=64, score_strategy=STRATEGY[strategy])],
+        ["t"],
+        optimizer=EmbOptimType.ADAM,
+        seed=1,
     )
     scores = track_removals(module)
     offsets = torch.arange(9)

@@ -104,3 +104,46 @@ os.close(writing)
 print(os.waitpid(child, 0)[1])
 """
     assert run("-c", program) == ["0"]
+
+
+@pytest.mark.parametrize("store", ["host", "ssd"])
+def test_a_child_does_not_wait_for_threads_of_its_parent(tmp_path: Path, store: str) -> None:
+    """At the fork another thread holds the locks, and a batch is being read ahead."""
+    program = f"""
+import os, threading, torch
+from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbPoolingMode, DynamicEmbTableOptions
+from dynamicemb.tiers import HostStore, SsdStore
+
+options = DynamicEmbTableOptions(
+    dim=4, max_capacity=4096, caching=True, local_hbm_for_values=2**16,
+    external_storage=HostStore if {store!r} == "host" else SsdStore.at({str(tmp_path / "s")!r}),
+)
+tables = BatchedDynamicEmbeddingTables(
+    [options], optimizer="sgd", pooling_mode=DynamicEmbPoolingMode.NONE, seed=1
+)
+for begin in range(0, 4096, 256):
+    tables(torch.arange(begin, begin + 256), torch.arange(257)).sum().backward()
+first = torch.arange(256)
+expected = tables.tables[0].find(first).embeddings
+table = tables.tables[0]
+held, end = threading.Event(), threading.Event()
+
+def hold():
+    with table.levels.lock:
+        held.set()
+        end.wait()
+
+tables.prefetch(first, torch.arange(257))
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    import signal
+    signal.alarm(120)
+    tables.eval()
+    read = tables(first, torch.arange(257))
+    os._exit(0 if torch.equal(read, expected) else 1)
+end.set()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run("-c", program) == ["0"]

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
+from dynamicemb.tracing import check_memory, refuse_tracers
 
 
 class CheckedArguments(ABC):
@@ -38,6 +39,7 @@ class CheckedArguments(ABC):
         """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
         if not isinstance(ids, torch.Tensor):
             raise wrong_type(name, ids, "a tensor of int64 or uint64")
+        refuse_tracers()
         if ids.dtype not in (torch.int64, torch.uint64):
             raise wrong_type(f"{name}.dtype", ids.dtype, "torch.int64 or torch.uint64")
         if ids.dim() != 1:
@@ -53,6 +55,7 @@ class CheckedArguments(ABC):
             )
         if tensor.layout != torch.strided:
             raise wrong_value(f"{name}.layout", tensor.layout, "torch.strided")
+        check_memory(name, tensor)
 
     def check_rows(
         self, name: str, rows: object, count: int, columns: int, dtype: torch.dtype

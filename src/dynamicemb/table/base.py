@@ -18,7 +18,7 @@ from dynamicemb.errors import (
     wrong_type,
     wrong_value,
 )
-from dynamicemb.hashing import mix
+from dynamicemb.hashing import bucket_of
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import (
     MAX_BUCKET_CAPACITY,
@@ -355,7 +355,8 @@ class Table(ScoredTable, CheckedArguments):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole table as tensors that share no memory with it: ``ids``, ``embeddings``,
-        ``state``, ``scores``, ``counter_ids``, ``counter_counts`` and ``meta`` (numbers)."""
+        ``state``, ``scores``, ``counter_ids``, ``counter_counts`` and ``meta`` (numbers). Those
+        that are empty are left out."""
         return content.save(self)
 
     def check_state_dict(self, state: Mapping[str, torch.Tensor], kind: OptimizerKind) -> None:
@@ -421,9 +422,7 @@ class Table(ScoredTable, CheckedArguments):
 
     def bucket_of(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [n]: the bucket each id lives in, at the present capacity."""
-        buckets = self.capacity // self.bucket_capacity
-        high = (mix(ids.view(torch.int64)) >> 32) & 0xFFFFFFFF
-        return (high * buckets) >> 32
+        return bucket_of(ids, self.capacity // self.bucket_capacity)
 
     @abstractmethod
     def write_rows(

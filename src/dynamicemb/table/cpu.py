@@ -80,9 +80,7 @@ class CpuTable(DeviceTable):
         self.counter: IdCounter | None = None
         if options.admit_strategy is not None:
             self.admit_strategy = options.admit_strategy.per_table()
-            self._rejected_initializer = engine_initializer(
-                self.admit_strategy.initializer_args or options.initializer_args, self.seed
-            )
+        self._rejected_initializer = self._initializer_of_rejected()
         if options.admission_counter is not None:
             config = options.admission_counter
             self.counter = IdCounter(config.capacity, config.bucket_capacity)
@@ -340,10 +338,12 @@ class CpuTable(DeviceTable):
         """New rows follow another seed."""
         self.seed = seed
         self.engine.set_initializer(engine_initializer(self.options.initializer_args, seed))
-        if self.admit_strategy is not None:
-            self._rejected_initializer = engine_initializer(
-                self.admit_strategy.initializer_args or self.options.initializer_args, seed
-            )
+        self._rejected_initializer = self._initializer_of_rejected()
+
+    def _initializer_of_rejected(self) -> Any:
+        strategy = self.admit_strategy
+        args = None if strategy is None else strategy.initializer_args
+        return engine_initializer(args or self.options.initializer_args, self.seed)
 
     def make_group(self, tables: Sequence[Table]) -> CpuTableGroup:
         return CpuTableGroup([table for table in tables if isinstance(table, CpuTable)])
@@ -364,9 +364,8 @@ class CpuTable(DeviceTable):
     # ---- admission ----
 
     def decide(self, batch: Any) -> None:
-        """Ask the admission strategy about the missing ids of a batch."""
-        strategy = self.admit_strategy
-        if strategy is None:
+        """Ask the admission strategy and the limit about the missing ids of a batch."""
+        if not self.decides:
             return
         count = batch.collect_missing()
         if count == 0:
@@ -374,19 +373,51 @@ class CpuTable(DeviceTable):
         ids = torch.empty(count, dtype=torch.int64, device="cpu")
         counts = torch.empty(count, dtype=torch.int64, device="cpu")
         batch.missing(ids.data_ptr(), counts.data_ptr())
-        frequencies = counts
-        if self.counter is not None:
-            frequencies = counts + self.counter.counts(ids)
-        mask = admission_mask(strategy, ids, frequencies)
-        mask = mask.contiguous()
+        mask = torch.ones(count, dtype=torch.bool, device="cpu")
         rows = None
-        if strategy.writes_rejected_rows:
-            rejected = count - int(mask.sum())
-            rows = torch.zeros(rejected, self.dim, dtype=torch.float32, device="cpu")
-            strategy.initialize_non_admitted_embeddings(rows, torch.arange(rejected, device="cpu"))
+        strategy = self.admit_strategy
+        if strategy is not None:
+            frequencies = counts
+            if self.counter is not None:
+                frequencies = counts + self.counter.counts(ids)
+            mask = admission_mask(strategy, ids, frequencies)
+            if strategy.writes_rejected_rows:
+                rejected = count - int(mask.sum())
+                rows = torch.zeros(rejected, self.dim, dtype=torch.float32, device="cpu")
+                places = torch.arange(rejected, device="cpu")
+                strategy.initialize_non_admitted_embeddings(rows, places)
+        refused = self._refused(ids, mask)
+        if refused is not None:
+            rows = self._rows_of_rejected(ids, mask, refused, rows)
+            mask = mask & ~refused
+        mask = mask.contiguous()
         batch.admit(mask.data_ptr(), self._rejected_initializer, address(rows))
         if self.counter is not None:  # after the strategy, which may have raised
             self.counter.add(ids, counts)
+
+    def _rows_of_rejected(
+        self,
+        ids: torch.Tensor,
+        admitted: torch.Tensor,
+        refused: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """float32, what the ids without a row read: 0.0 where they are ``refused``, else ``rows``,
+        or what the initialiser of rejected ids says."""
+        if rows is None:
+            rejected = ids[~admitted]
+            rows = torch.empty(len(rejected), self.dim, dtype=torch.float32, device="cpu")
+            _engine.initialize_rows(
+                self._rejected_initializer,
+                rejected.data_ptr(),
+                len(rejected),
+                self.dim,
+                rows.data_ptr(),
+            )
+        without = ~admitted | refused
+        every = torch.zeros(int(without.sum()), self.dim, dtype=torch.float32, device="cpu")
+        every[~admitted[without]] = rows
+        return every
 
 
 def _restore_table(

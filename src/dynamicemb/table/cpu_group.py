@@ -81,7 +81,7 @@ class CpuTableGroup(TableGroup):
                 batch.keep_evicted()
             batches.append(batch)
         try:
-            if any(table.admit_strategy is not None for table in self.tables):
+            if any(table.decides for table in self.tables):
                 _engine.find_batches(batches, threads())
                 for table, batch in zip(self.tables, batches, strict=True):
                     table.decide(batch)

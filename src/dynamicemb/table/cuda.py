@@ -244,27 +244,35 @@ class CudaTable(CudaWriting):
     def decide(
         self, ids: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Ask the admission strategy about missing ids: (bool [n], rows of the rejected ones)."""
-        strategy = self.admit_strategy
-        assert strategy is not None
-        limit = 2**63 - 1
-        counts = torch.where(counts < 0, limit, counts)  # unsigned counts beyond int64
-        frequencies = counts
-        if self.counter is not None:
-            frequencies = counts + self.counter.counts(ids)
-        mask = admission_mask(strategy, ids, frequencies)
-        mask = mask.to(self._device)
-        rejected = ids[~mask]
+        """Ask the admission strategy and the limit about missing ids, in order of first occurrence:
+        (bool [n], rows of the rejected ones)."""
+        counts = torch.where(counts < 0, 2**63 - 1, counts)  # unsigned counts beyond int64
+        mask = torch.ones(len(ids), dtype=torch.bool, device=self._device)
         side = None
-        if strategy.writes_rejected_rows:
-            values = torch.zeros(len(rejected), self.dim, device=self._device)
-            strategy.initialize_non_admitted_embeddings(
-                values, torch.arange(len(rejected), device=self._device)
-            )
-            side = values.to(self.dtype)
-        elif len(rejected):
-            args = strategy.initializer_args or self.options.initializer_args
-            side = self.initial_rows(rejected, args)
+        strategy = self.admit_strategy
+        if strategy is not None:
+            frequencies = counts
+            if self.counter is not None:
+                frequencies = counts + self.counter.counts(ids)
+            mask = admission_mask(strategy, ids, frequencies)
+            mask = mask.to(self._device)
+            rejected = ids[~mask]
+            if strategy.writes_rejected_rows:
+                values = torch.zeros(len(rejected), self.dim, device=self._device)
+                strategy.initialize_non_admitted_embeddings(
+                    values, torch.arange(len(rejected), device=self._device)
+                )
+                side = values.to(self.dtype)
+            elif len(rejected):
+                args = strategy.initializer_args or self.options.initializer_args
+                side = self.initial_rows(rejected, args)
+        refused = self._refused(ids, mask)
+        if refused is not None:
+            without = ~mask | refused
+            every = torch.zeros(int(without.sum()), self.dim, dtype=self.dtype, device=self._device)
+            if side is not None:
+                every[~mask[without]] = side
+            side, mask = every, mask & ~refused
         if self.counter is not None:  # after the strategy, which may have raised
             self.counter.add(ids, counts)
         return mask, side

@@ -55,11 +55,14 @@ class CudaTableGroup(TableGroup):
         self.layout = Layout(self.tables)
         self.device = self.layout.device
         self._replay = Replay(self.layout)
-        self._admits = any(table.admit_strategy is not None for table in self.tables)
         self._strict = [
             (t, table) for t, table in enumerate(self.tables) if not table.ignores_failures
         ]
         self._entered = self.together = Entrance(self.tables, self.layout)
+
+    @property
+    def _decides(self) -> bool:
+        return any(table.decides for table in self.tables)
 
     def _bounds(self, bounds: Bounds | None) -> torch.Tensor | None:
         if self.layout.tables == 1 or bounds is None:
@@ -168,7 +171,7 @@ class CudaTableGroup(TableGroup):
             before = [table.failures() for _, table in strict]
             evicted = None
             plain = counts is None and not protect and not keep_evicted
-            plain = plain and not self._admits and not self.layout.logged
+            plain = plain and not self._decides and not self.layout.logged
             if plain and self._replay.serves(ids) and not self._may_grow(ids):
                 numbers = self.layout.start_batch(scores)
                 batch = self._replay.train(aligned(ids), self._bounds(bounds), numbers, out)
@@ -245,7 +248,7 @@ class CudaTableGroup(TableGroup):
                 none = [table.empty_rows(0) for table in self.tables]
                 return batch, none if keep_evicted else None
             totals = None if counts is None else batch.occurrences(aligned(counts))
-            if admit and self._admits:
+            if admit and self._decides:
                 if totals is None:
                     totals = batch.occurrences(None)
                 codes = self._admit(batch, totals)
@@ -314,14 +317,14 @@ class CudaTableGroup(TableGroup):
             return table.bring_in(given, hold)
 
     def _admit(self, batch: Batch, totals: torch.Tensor) -> torch.Tensor:
-        """Ask the tables' strategies about missing ids; returns the codes of the entries."""
+        """Ask the tables who of the missing ids gets a row; returns the codes of the entries."""
         codes = batch.locate(None)
         used = int(batch.count)
         missing = codes[:used] == SLOT_GONE
         sides: dict[tuple[int, int], list[torch.Tensor]] = {}
         decided = torch.zeros(batch.n, dtype=torch.int32, device=self.device)
         for t, table in enumerate(self.tables):
-            if table.admit_strategy is None:
+            if not table.decides:
                 continue
             own = missing if batch.one else missing & (batch.tables[:used] == t)
             entries = own.nonzero().squeeze(1)

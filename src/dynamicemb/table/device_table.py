@@ -23,12 +23,38 @@ class Counter(Protocol):
     def restore(self, ids: torch.Tensor, counts: torch.Tensor) -> None: ...
 
 
+class RowLimit(Protocol):
+    """Says which new ids find a place where the rows of a table end up."""
+
+    def allows(self, ids: torch.Tensor) -> torch.Tensor:
+        """bool [n] for distinct new ids, in order of first occurrence."""
+
+
 class DeviceTable(Table):
     """A table of buckets in the memory of one device."""
 
     _width: int
     admit_strategy: AdmissionStrategy | None
     counter: Counter | None
+    #: Asked in a training batch about the new ids that were admitted. Those it refuses read 0.0 and
+    #: get no row; :meth:`stats` counts them as rejections.
+    limit: RowLimit | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether somebody is asked which new ids of a training batch get a row."""
+        return self.admit_strategy is not None or self.limit is not None
+
+    def _refused(self, ids: torch.Tensor, admitted: torch.Tensor) -> torch.Tensor | None:
+        """bool [n]: which of the admitted ids the limit refuses; ``None``: none of them."""
+        if self.limit is None:
+            return None
+        allowed = self.limit.allows(ids[admitted])
+        if bool(allowed.all()):
+            return None
+        refused = torch.zeros_like(admitted)
+        refused[admitted] = ~allowed
+        return refused
 
     @property
     def bucket_capacity(self) -> int:

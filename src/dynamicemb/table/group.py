@@ -105,6 +105,10 @@ class TableGroup(ABC):
     def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
         """The sum of several, one entry per id."""
 
+    def prepare_update(self, gradients: SummedGradients) -> None:  # noqa: B027
+        """Do the part of :meth:`update_summed` that a store can fail: afterwards the update itself
+        does not fail."""
+
     @abstractmethod
     def update_summed(self, gradients: SummedGradients) -> None:
         """:meth:`update` from gradients that were summed before."""

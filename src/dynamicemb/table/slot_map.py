@@ -20,6 +20,7 @@ from dynamicemb.errors import (
     wrong_value,
 )
 from dynamicemb.table.engine import _engine, address, threads
+from dynamicemb.tracing import check_memory, refuse_tracers
 
 MAX_SLOTS = 2**31
 MAX_TIME = 2**59 - 1
@@ -343,4 +344,6 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
         raise wrong_value(f"{name}.shape", tuple(tensor.shape), "one dimension")
     if tensor.device.type != "cpu":
         raise wrong_value(f"{name}.device", str(tensor.device), "'cpu'")
+    refuse_tracers()
+    check_memory(name, tensor)
     return tensor.resolve_neg().contiguous().view(torch.int64)

@@ -140,6 +140,12 @@ class Store(ABC):
     def size(self) -> int:
         """Rows stored."""
 
+    def buckets(self) -> tuple[int, int] | None:
+        """The places for rows in a store that drops none: (how many buckets, rows of each); a row's
+        is in the bucket that :func:`~dynamicemb.hashing.bucket_of` says. A NO_EVICTION table makes
+        no row that has none. ``None``: it is bounded by ``max_capacity`` alone."""
+        return None
+
     def flush(self) -> None:  # noqa: B027  stores that only have memory need none
         """Make what was inserted survive the end of the process, where the store can."""
 

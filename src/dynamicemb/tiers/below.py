@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
+
 import torch
 
 from dynamicemb.errors import StoreError
 from dynamicemb.table.rows import Rows
 from dynamicemb.tiers.base import Store
 from dynamicemb.tiers.changes import Changes
+from dynamicemb.tiers.held import Held
 from dynamicemb.tiers.merge import join, select
 from dynamicemb.tiers.read_ahead import ReadAhead
 from dynamicemb.tiers.staging import to_host
+
+logger = logging.getLogger("dynamicemb.tiers")
 
 
 class Below:
     """What a cached table does with its store. The caller holds the table's lock.
 
-    Rows that left the cache and that the store did not take (it may be full, or away) wait, and are
-    offered again by the next call that needs the store.
+    Rows that left the cache and that the store did not take (it may be full, or away) wait in main
+    memory, and are offered again by the next call that needs the store. A batch has run when rows
+    leave for it, so that it does not fail for them: the next one does, before it begins.
     """
 
     def __init__(self, store: Store, changes: Changes) -> None:
@@ -27,6 +34,7 @@ class Below:
         self.written_back = 0  # rows
         self._waiting: list[Rows] = []
         self._ahead: list[ReadAhead] = []
+        self._held: weakref.WeakSet[Held] = weakref.WeakSet()
 
     @property
     def empty(self) -> bool:
@@ -50,19 +58,25 @@ class Below:
         """Rows that left the cache."""
         rows = to_host(rows)
         self._change(rows.ids)
+        for held in list(self._held):
+            held.keep(rows)
         self._waiting.append(rows)
-        self.drain()
+        try:
+            self.drain()
+        except Exception as error:
+            logger.warning("rows that left a cache wait in memory, the store failed: %s", error)
 
     def drain(self) -> None:
-        """Hand the rows that wait to the store."""
+        """Hand the rows that wait to the store, or raise its error."""
         while self._waiting:
             rows = self._waiting[0]
             only_cached, self.only_cached = self.only_cached, None
             try:
                 new = self.store.insert_counting(rows)
             except StoreError as error:
-                if error.kept:
-                    del self._waiting[0]
+                if error.kept:  # an empty call asks the store again
+                    self.written_back += len(rows)
+                    self._waiting[0] = select(rows, slice(0, 0))
                 raise
             if only_cached is not None and new is not None:
                 self.only_cached = only_cached - new
@@ -117,6 +131,7 @@ class Below:
         self.only_cached = 0
         for ahead in self._ahead:
             ahead.forget_all()
+        self.forget_held()
 
     def _change(self, ids: torch.Tensor) -> None:
         """The store's rows of these ids are about to change."""
@@ -131,6 +146,8 @@ class Below:
 
     def read_ahead(self, ahead: ReadAhead) -> None:
         """Rows of a later batch are being read by another thread; :meth:`find` uses them."""
+        for rows in self._waiting:  # the store does not have them yet
+            ahead.forget(rows.ids)
         self._ahead.append(ahead)
 
     def end_read_ahead(self, ahead: ReadAhead) -> None:
@@ -141,3 +158,16 @@ class Below:
         """The store's rows of these ids change: what was read ahead of them is not the truth."""
         for ahead in self._ahead:
             ahead.forget(ids)
+        for held in list(self._held):
+            held.forget(ids)
+
+    # ---- rows that may be needed again ----
+
+    def hold(self, held: Held) -> None:
+        """Keep the rows of its ids that leave the cache, as long as somebody has ``held``."""
+        self._held.add(held)
+
+    def forget_held(self) -> None:
+        """Rows left the cache all together, or the store has other ones."""
+        for held in list(self._held):
+            held.forget_all()

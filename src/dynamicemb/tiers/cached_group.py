@@ -15,6 +15,9 @@ from dynamicemb.table.create import create_group, create_table
 from dynamicemb.table.group import TableGroup
 from dynamicemb.table.rows import Bounds, Kept, Lookup, Pooling, Rows, SummedGradients, Written
 from dynamicemb.tiers.cached_table import CachedTable
+from dynamicemb.tiers.held import Held
+from dynamicemb.tiers.levels import Fetched
+from dynamicemb.tiers.locks import Locks
 from dynamicemb.tiers.read_ahead import ReadAhead
 
 
@@ -26,11 +29,16 @@ class CachedLookup(Lookup):
     ids: torch.Tensor
     bounds: tuple[int, ...]
     evictions: list[int]  # of each cached table when the rows were last known to be there
+    held: list[Held]  # of each cached table
 
 
 class CachedTableGroup(TableGroup):
     """See :class:`TableGroup`. Some tables may be in memory as a whole. Rows that left a cache
-    between a lookup and its update come up again, so no gradient is lost."""
+    between a lookup and its update come up again, so no gradient is lost.
+
+    A call asks the stores first, for all tables: if one fails, no table has counted anything. Then
+    it runs in the caches, and no store can make it fail.
+    """
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables: Sequence[Table] = list(tables)
@@ -38,12 +46,12 @@ class CachedTableGroup(TableGroup):
         self._in_memory = [one.cache if isinstance(one, CachedTable) else one for one in tables]
         self._inner = create_group(self._in_memory)
         self._ahead: list[list[ReadAhead]] = []
+        #: Rows do not leave the caches between calls inside it.
+        self.together = Locks([table.levels.lock for _, table in self._cached])
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for _, table in sorted(self._cached, key=lambda one: id(one[1])):  # no deadlock
-                stack.enter_context(table.levels.lock)
+        with self.together:
             yield
 
     def evaluate(
@@ -89,29 +97,60 @@ class CachedTableGroup(TableGroup):
             inner: list[Lookup] = []
             for other in protect:
                 inner.append(self._ensure(other, inner))
-            for t, table in self._cached:
-                part = ids[limits[t] : limits[t + 1]]
-                table.levels.misses += table.levels.bring_up(part, inner, self._inner, t)
-                stack.enter_context(table.levels.counting_new())
+            parts = [ids[limits[t] : limits[t + 1]] for t, _ in self._cached]
+            for _, table in self._cached:
+                table.levels.prepare()
+            fetched = self._bring_up(parts, inner)
+            evicted = []
+            for (_, table), one in zip(self._cached, fetched, strict=True):
+                table.levels.misses += one.missing
+                evicted.append(stack.enter_context(table.levels.batch(one)))
             kept = self._inner.find_or_insert_keeping(ids, bounds, counts=counts, protect=inner)
+            failures = list(kept.failures)
+            for (t, table), gone in zip(self._cached, evicted, strict=True):
+                gone.append(kept.evicted[t])
+                failures[t] += len(table.levels.refused)
             stack.close()
-            for t, table in self._cached:
-                table.levels.write_back(kept.evicted[t])
-            for t, one in enumerate(self.tables):
-                one.check_failures(kept.failures[t], limits[t + 1] - limits[t])
-            return CachedLookup(kept.lookup, ids, limits, self._evictions())
+            for t, one_table in enumerate(self.tables):
+                one_table.check_failures(failures[t], limits[t + 1] - limits[t])
+            held = [
+                table.levels.hold(part)
+                for (_, table), part in zip(self._cached, parts, strict=True)
+            ]
+            return CachedLookup(kept.lookup, ids, limits, self._evictions(), held)
 
     def _evictions(self) -> list[int]:
         return [table.levels.evictions for _, table in self._cached]
 
+    def _bring_up(
+        self,
+        parts: Sequence[torch.Tensor],
+        protect: Sequence[Lookup] = (),
+        held: Sequence[Held | None] | None = None,
+    ) -> list[Fetched]:
+        """Bring up rows of each cached table."""
+        fetched = [
+            table.levels.fetch(part, one)
+            for (_, table), part, one in zip(
+                self._cached, parts, held or [None] * len(parts), strict=True
+            )
+        ]
+        for (t, table), one in zip(self._cached, fetched, strict=True):
+            table.levels.place(one, protect, self._inner, t)
+        return fetched
+
     def _ensure(self, lookup: Lookup, protect: Sequence[Lookup] = ()) -> Lookup:
         """Bring the rows of a lookup up again where some may have left."""
         assert isinstance(lookup, CachedLookup)
-        for before, (t, table) in zip(lookup.evictions, self._cached, strict=True):
-            if before != table.levels.evictions:
-                part = lookup.ids[lookup.bounds[t] : lookup.bounds[t + 1]]
-                table.levels.bring_up(part, protect, self._inner, t)
-        lookup.evictions = self._evictions()
+        parts = [
+            lookup.ids[lookup.bounds[t] : lookup.bounds[t + 1]]
+            if before != table.levels.evictions
+            else lookup.ids[:0]
+            for before, (t, table) in zip(lookup.evictions, self._cached, strict=True)
+        ]
+        if any(map(len, parts)):
+            self._bring_up(parts, protect, lookup.held)
+            lookup.evictions = self._evictions()
         return lookup.inner
 
     def find_or_insert_keeping(
@@ -148,19 +187,19 @@ class CachedTableGroup(TableGroup):
             return self._inner.weight_gradient(self._ensure(lookup), pooling, gradient)
 
     def reduce(self, lookup: Lookup, pooling: Pooling, gradient: torch.Tensor) -> SummedGradients:
-        with self._locked():
-            return self._inner.reduce(self._ensure(lookup), pooling, gradient)
+        assert isinstance(lookup, CachedLookup)
+        return self._inner.reduce(lookup.inner, pooling, gradient)  # needs no rows
 
     def merge(self, parts: Sequence[SummedGradients]) -> SummedGradients:
+        return self._inner.merge(parts)
+
+    def prepare_update(self, gradients: SummedGradients) -> None:
         with self._locked():
-            for t, table in self._cached:
-                table.levels.bring_up(torch.cat([part[t][0] for part in parts]))
-            return self._inner.merge(parts)
+            self._bring_up([gradients[t][0] for t, _ in self._cached])
 
     def update_summed(self, gradients: SummedGradients) -> None:
         with self._locked():
-            for t, table in self._cached:
-                table.levels.bring_up(gradients[t][0])
+            self.prepare_update(gradients)
             self._inner.update_summed(gradients)
 
 
@@ -170,6 +209,7 @@ def _numbers(bounds: Bounds) -> tuple[int, ...]:
 
 def _view(table: CachedTable, ids: torch.Tensor) -> Table:
     """A table on the same device with the rows of ``ids``: the cache, if it has all there are."""
+    table.levels.below.drain()  # rows that wait are in neither of the two
     missing = torch.unique(ids[table.cache.find_slots(ids) < 0])
     if not len(missing) or not bool(table.store.contains(missing.cpu()).any()):
         return table.cache

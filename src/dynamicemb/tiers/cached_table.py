@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from dynamicemb.errors import (
-    InsertionError,
     UsageError,
     check_integer,
     wrong_type,
 )
 from dynamicemb.optimizers import Optimizer
-from dynamicemb.options import DynamicEmbInitializerArgs, DynamicEmbTableOptions
+from dynamicemb.options import (
+    DynamicEmbEvictStrategy,
+    DynamicEmbInitializerArgs,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+)
 from dynamicemb.table.base import Table
 from dynamicemb.table.create import create_table
 from dynamicemb.table.group import TableGroup
@@ -23,7 +27,7 @@ from dynamicemb.table.rows import Found, Inserted, Progress, Rows, TableStats, W
 from dynamicemb.tiers.base import Store
 from dynamicemb.tiers.host import HostStore
 from dynamicemb.tiers.levels import CacheStats, Levels
-from dynamicemb.tiers.merge import changed_below, contains_below, export_below, fill_from, select
+from dynamicemb.tiers.merge import changed_below, contains_below, export_below, fill_from
 from dynamicemb.tiers.staging import to_device
 
 
@@ -62,7 +66,7 @@ class CachedTable(Table):
     _optimizer = _of_cache("_optimizer")
 
     has_store = True
-    #: ``state_dict`` of any size is taken.
+    #: Any number of rows is taken from a ``state_dict``, but with NO_EVICTION.
     max_slots = 2**62
 
     def __init__(
@@ -85,6 +89,13 @@ class CachedTable(Table):
             caching=False,
             external_storage=None,
         )
+        if options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+            # The cache evicts all the same, by last use: see RowNumbers.
+            in_memory = replace(
+                in_memory,
+                score_strategy=DynamicEmbScoreStrategy.STEP,
+                evict_strategy=DynamicEmbEvictStrategy.LRU,
+            )
         self.cache = create_table(
             in_memory, optimizer=optimizer, name=name, seed=seed, clock=clock, device=device
         )
@@ -95,8 +106,10 @@ class CachedTable(Table):
         if not isinstance(store, Store):
             raise wrong_type("the result of external_storage", store, "a dynamicemb.tiers.Store")
         self.store: Store = store
-        self.levels = Levels(self.cache, store)
+        self.levels = Levels(self.cache, store, self.options)
         self._changes, self._below = self.levels.changes, self.levels.below
+        if self.levels.room is not None:
+            self.max_slots = self.levels.room.places
 
     # ---- what it is ----
 
@@ -130,14 +143,17 @@ class CachedTable(Table):
             below = self.store.stats()
             lost = (below.details or {}).get("evictions", 0)
             size = self.size()
+            room = self.levels.room
             return replace(
                 of_cache,
                 inserts=of_cache.inserts - self.levels.brought_up,
                 evictions=int(lost) if isinstance(lost, int) else 0,
+                failures=of_cache.failures + (0 if room is None else room.failures),
+                rejections=of_cache.rejections - (0 if room is None else room.rejections),
                 size=size,
                 capacity=self.capacity,
                 load_factor=size / self.capacity,
-                bytes=of_cache.bytes + below.bytes_in_memory,
+                bytes=of_cache.bytes + self.levels.bytes_of_numbers + below.bytes_in_memory,
             )
 
     def cache_stats(self) -> CacheStats:
@@ -180,7 +196,7 @@ class CachedTable(Table):
     def find(self, ids: torch.Tensor) -> Found:
         ids = self.check_ids("ids", ids)
         with self.levels.lock:
-            found = self.cache.find(ids)
+            found = self.levels.find(ids)
             self._below.drain()
             fill_from(self.store, ids, found)
             return found
@@ -218,7 +234,11 @@ class CachedTable(Table):
             of_cache = self._changes.of_cache(changed_since)
             if of_cache is None:  # too old to know: all rows
                 score_threshold = None
-        cached = self.cache.export(
+        if score_threshold is not None:
+            score_threshold = check_integer(
+                "score_threshold", score_threshold, minimum=0, maximum=2**64 - 1
+            )
+        cached = self.levels.export(
             batch_size=batch_size, score_threshold=score_threshold, changed_since=of_cache
         )
         return self._export(cached, batch_size, score_threshold, changed_since)
@@ -280,17 +300,21 @@ class CachedTable(Table):
         if counts is not None:
             counts = self.check_counts(counts, len(ids))
         with self.levels.lock:
-            self.levels.misses += self.levels.bring_up(ids)
-            with self.levels.counting_new():
-                try:
-                    inserted = self.cache.find_or_insert(ids, counts=counts, return_evicted=True)
-                except InsertionError as error:
-                    self.levels.write_back(error.evicted)
-                    error.evicted = None
-                    raise
-            assert inserted.evicted is not None
-            self.levels.write_back(inserted.evicted)
-        return replace(inserted, evicted=self.empty_rows(0) if return_evicted else None)
+            self.levels.prepare()
+            fetched = self.levels.fetch(ids)
+            self.levels.place(fetched)
+            self.levels.misses += fetched.missing
+            with self.levels.batch(fetched) as evicted:
+                inserted = self.cache.find_or_insert(ids, counts=counts, return_evicted=True)
+                assert inserted.evicted is not None
+                evicted.append(inserted.evicted)
+            refused = self.levels.refused
+        slots = inserted.slots
+        if len(refused):
+            slots = slots.masked_fill(torch.isin(ids, refused), -1)
+        self.check_failures(len(refused), len(ids))
+        none = self.empty_rows(0) if return_evicted else None
+        return replace(inserted, slots=slots, evicted=none)
 
     def insert(
         self,
@@ -302,33 +326,56 @@ class CachedTable(Table):
         return_evicted: bool = False,
     ) -> Written:
         """As :meth:`Table.insert`. Whole rows (with state and scores) that are not in the cache go
-        to the store directly."""
+        to the store directly. Nothing is counted if the store fails."""
         ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
-        none = self.empty_rows(0) if return_evicted else None
         with self.levels.lock:
-            if scores is not None:
-                if state is None:
-                    state = self._known_state(ids)
-                here = self.cache.assign(ids, embeddings, state=state, scores=scores)
-                self._below.insert(select(Rows(ids, embeddings, state, scores), ~here))
-                return Written(torch.ones_like(here), none)
-            # Scores come from the table's strategy: through the cache, a part at a time.
-            written = []
-            step = max(1, self.cache.capacity // 8)
-            for begin in range(0, len(ids), step):
-                part = slice(begin, begin + step)
-                self.levels.bring_up(ids[part])
-                with self.levels.counting_new():
-                    done = self.cache.insert(
-                        ids[part],
-                        embeddings[part],
-                        state=None if state is None else state[part],
-                        return_evicted=True,
-                    )
+            if scores is None:
+                written, failures = self._insert_scored(ids, embeddings, state)
+            else:
+                written, failures = self._insert_whole(ids, embeddings, state, scores)
+        self.check_failures(failures, len(ids))
+        return Written(written, self.empty_rows(0) if return_evicted else None)
+
+    def _insert_whole(
+        self,
+        ids: torch.Tensor,
+        embeddings: torch.Tensor,
+        state: torch.Tensor | None,
+        scores: torch.Tensor,
+    ) -> tuple[torch.Tensor, int]:
+        """(bool [n], which were written; how many distinct ids the store has no place for)."""
+        if state is None:
+            state = self._known_state(ids)
+        return self.levels.insert(Rows(ids, embeddings, state, scores))
+
+    def _insert_scored(
+        self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int]:
+        """As :meth:`_insert_whole`, with scores of the table's strategy: through the cache, a part
+        at a time."""
+        self.levels.prepare()
+        held = self.levels.hold(ids)
+        known = self.levels.fetch(ids)
+        if known.rows is not None:
+            held.keep(known.rows)  # what a part needs: the store may fail between them
+        without = self.levels.without_place(known)
+        written = ~torch.isin(ids, without)
+        step = max(1, self.cache.capacity // 8)
+        for part in written.nonzero().squeeze(1).split(step):
+            fetched = self.levels.fetch(ids[part], held)
+            self.levels.place(fetched)
+            with self.levels.batch(fetched) as evicted:
+                done = self.cache.insert(
+                    ids[part],
+                    embeddings[part],
+                    state=None if state is None else state[part],
+                    return_evicted=True,
+                )
                 assert done.evicted is not None
-                self.levels.write_back(done.evicted)
-                written.append(done.written)
-            return Written(torch.cat(written) if written else ids.to(torch.bool), none)
+                evicted.append(done.evicted)
+            written[part] = done.written
+        self.levels.count_failures(len(without))
+        return written, len(without)
 
     def _known_state(self, ids: torch.Tensor) -> torch.Tensor:
         """The state of rows that exist, the optimizer's initial state for the others."""
@@ -344,31 +391,31 @@ class CachedTable(Table):
         state: torch.Tensor | None = None,
         scores: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ids = self.check_ids("ids", ids)
+        ids, embeddings, state, scores = self.check_whole_rows(ids, embeddings, state, scores)
         with self.levels.lock:
-            here = self.cache.assign(ids, embeddings, state=state, scores=scores)
-            if bool(here.all()):
-                return here
+            here = self.levels.assign(ids, embeddings, state, scores)
             rest = (~here).nonzero().squeeze(1)
-            found = self.find(ids[rest])
-            there = found.found
-            at = rest[there]
-            self._below.insert(
-                Rows(
-                    ids[at],
-                    embeddings[at].detach(),
-                    found.state[there] if state is None else state[at],
-                    found.scores[there] if scores is None else scores[at].view(torch.int64),
+            if len(rest):
+                found = self.find(ids[rest])
+                there = found.found
+                at = rest[there]
+                self._below.insert(
+                    Rows(
+                        ids[at],
+                        embeddings[at],
+                        found.state[there] if state is None else state[at],
+                        found.scores[there] if scores is None else scores[at],
+                    )
                 )
-            )
-            here[at] = True
+                here[at] = True
+            if scores is not None:
+                self.levels.continue_after(ids[here], scores[here])
             return here
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
         ids = self.check_ids("ids", ids)
         with self.levels.lock:
-            below = self._below.erase(ids.cpu()).to(self.device)
-            removed = self.cache.erase(ids) | below
+            removed = self.levels.erase(ids)
             if self._changes.logs_removals:
                 self._changes.removed(ids[removed].cpu())
             return removed
@@ -401,6 +448,8 @@ class CachedTable(Table):
                     )
                 else:
                     self.store.set_layout(self.options, checked)
+                    if self.levels.room is not None:
+                        self.levels.room.forget()
             self.cache.set_optimizer(optimizer)
 
     def make_group(self, tables: Sequence[Table]) -> TableGroup:
@@ -413,14 +462,20 @@ class CachedTable(Table):
     def write_rows(
         self, ids: torch.Tensor, embeddings: torch.Tensor, state: torch.Tensor, scores: torch.Tensor
     ) -> None:
-        """Insert saved rows."""
-        self.insert(ids, embeddings, state=state, scores=scores)
+        """Insert saved rows; those that do not fit are counted, not reported."""
+        ids, embeddings, known_state, known = self.check_whole_rows(ids, embeddings, state, scores)
+        assert known is not None
+        with self.levels.lock:
+            self._insert_whole(ids, embeddings, known_state, known)
 
     def progress(self) -> Progress:
-        return self.cache.progress()
+        progress, numbers = self.cache.progress(), self.levels.numbers
+        return progress if numbers is None else replace(progress, next_row_number=numbers.next)
 
     def restore_progress(self, progress: Progress) -> None:
         self.cache.restore_progress(progress)
+        if self.levels.numbers is not None:
+            self.levels.numbers.next = progress.next_row_number
 
     def export_counter(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self.cache.export_counter()

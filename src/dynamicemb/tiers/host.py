@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,11 +10,16 @@ import torch
 
 from dynamicemb.errors import StoreError
 from dynamicemb.optimizers import Optimizer
-from dynamicemb.options import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from dynamicemb.options import (
+    DynamicEmbEvictStrategy,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+)
 from dynamicemb.table.cpu import CpuTable
 from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import BoundedStore, StoreStats
-from dynamicemb.tiers.merge import join, select
+from dynamicemb.tiers.locks import Lock
+from dynamicemb.tiers.merge import first_of_each, join, places, select
 from dynamicemb.tiers.sizing import rows_within
 
 
@@ -24,9 +28,9 @@ class HostStore(BoundedStore):
     ``max_capacity`` of the options.
 
     When it is full, the row with the smallest score of a bucket goes: down, in a
-    :class:`~dynamicemb.tiers.Stack`; else it is dropped as in a table in main memory, which
-    ``stats().details["evictions"]`` counts, or, with NO_EVICTION, :meth:`insert` raises a
-    StoreError.
+    :class:`~dynamicemb.tiers.Stack` (with NO_EVICTION the row inserted longest ago); else it is
+    dropped as in a table in main memory, which ``stats().details["evictions"]`` counts, or, with
+    NO_EVICTION, :meth:`insert` raises a StoreError.
     """
 
     def __init__(
@@ -39,12 +43,13 @@ class HostStore(BoundedStore):
         super().__init__(options, optimizer)
         self._budget = budget
         self._hands_down = False
-        self._lock = threading.Lock()  # a row is in the table or is leaving, for every reader
+        self._lock = Lock()  # a row is in the table or is leaving, for every reader
         self._leaving: list[Rows] = []
         self._dropped: list[torch.Tensor] | None = None  # ids; None: nobody asks
         self._drops = 0
         self._flushed_at: int | None = None  # a mark of the table
         self._made_of = options, optimizer
+        self._inserts = 0  # calls
         self._table = self._make_table()
 
     @classmethod
@@ -54,19 +59,20 @@ class HostStore(BoundedStore):
 
     def _make_table(self) -> CpuTable:
         options, optimizer = self._made_of
+        if self._orders:
+            strategy = (DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy.LFU)
+            options = replace(
+                options, score_strategy=strategy, evict_strategy=DynamicEmbEvictStrategy.LRU
+            )
         capacity, start = options.max_capacity or 1024, min(options.init_capacity or 1024, 1024)
         if self._budget is not None:
             # From the start: growing would take the memory twice for a while.
             capacity = rows_within(self._budget, options, optimizer, name="budget")
             start = capacity
-        strategy = options.score_strategy
-        if self._hands_down and strategy is DynamicEmbScoreStrategy.NO_EVICTION:
-            strategy = DynamicEmbScoreStrategy.CUSTOMIZED  # the oldest rows go down
         plain = replace(
             options,
             init_capacity=min(start, capacity),
             max_capacity=capacity,
-            score_strategy=strategy,
             max_load_factor=options.max_load_factor or 0.5,
             caching=False,
             external_storage=None,
@@ -76,13 +82,31 @@ class HostStore(BoundedStore):
         )
         return CpuTable(plain, optimizer=optimizer, name="host store", seed=0)
 
+    # ---- the order that rows go down in ----
+
+    @property
+    def _orders(self) -> bool:
+        """Whether the table has a second score, by which rows go down: the number of the call that
+        inserted them. Running numbers say who was first made, and those are mostly in use."""
+        numbered = self._made_of[0].score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
+        return self._hands_down and numbered
+
+    def _scores_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """The rows' own scores, of the table's."""
+        return scores[:, 0].contiguous() if self._orders else scores
+
+    def _rows_of(self, rows: Rows) -> Rows:
+        """Rows of the table, with their own scores."""
+        return replace(rows, scores=self._scores_of(rows.scores)) if self._orders else rows
+
     # ---- rows ----
 
     def find(self, ids: torch.Tensor) -> Found:
         with self._lock:
             found = self._table.find(ids)
+            found.scores = self._scores_of(found.scores)
             for rows in self._leaving:  # an id is in one of them at most
-                at, there = _places(rows, ids)
+                at, there = places(rows, ids)
                 found.found |= there
                 for name in ("embeddings", "state", "scores"):
                     getattr(found, name)[there] = getattr(rows, name)[at[there]]
@@ -92,12 +116,13 @@ class HostStore(BoundedStore):
         with self._lock:
             found = self._table.contains(ids)
             for rows in self._leaving:
-                found |= _places(rows, ids)[1]
+                found |= places(rows, ids)[1]
             return found
 
     def insert(self, rows: Rows) -> None:
         rows = self.layout.check(rows)
         with self._lock:
+            self._inserts += 1
             self._forget_leaving(rows.ids)
             evicted, refused = self._insert(rows)
             while (len(evicted) or len(refused)) and self._grow():
@@ -120,11 +145,14 @@ class HostStore(BoundedStore):
 
     def _insert(self, rows: Rows) -> tuple[Rows, Rows]:
         """Write to the table; the rows that left it, and those of the call that found no place."""
+        scores = rows.scores
+        if self._orders:
+            scores = torch.stack([scores, torch.full_like(scores, self._inserts)], 1)
         done = self._table.insert(
-            rows.ids, rows.embeddings, state=rows.state, scores=rows.scores, return_evicted=True
+            rows.ids, rows.embeddings, state=rows.state, scores=scores, return_evicted=True
         )
         assert done.evicted is not None
-        return done.evicted, select(rows, ~done.written)
+        return self._rows_of(done.evicted), select(rows, ~done.written)
 
     def _grow(self) -> bool:
         """Grow, if that is possible: one bucket is full before the table is."""
@@ -147,14 +175,14 @@ class HostStore(BoundedStore):
         with self._lock:
             removed = self._table.erase(ids)
             if self._leaving:
-                first = _first_of_each(ids)
+                first = first_of_each(ids)
                 for rows in self._leaving:
-                    removed |= first & _places(rows, ids)[1]
+                    removed |= first & places(rows, ids)[1]
             self._forget_leaving(ids)
             return removed
 
     def export(self, *, batch_size: int = 65536) -> Iterator[Rows]:
-        yield from self._table.export(batch_size=batch_size)
+        yield from map(self._rows_of, self._table.export(batch_size=batch_size))
         for rows in list(self._leaving):
             for begin in range(0, len(rows), batch_size):
                 yield select(rows, slice(begin, begin + batch_size))
@@ -168,11 +196,18 @@ class HostStore(BoundedStore):
     def size(self) -> int:
         return self._table.size() + sum(len(rows) for rows in self._leaving)
 
+    def buckets(self) -> tuple[int, int] | None:
+        options = self._table.options
+        if options.score_strategy is not DynamicEmbScoreStrategy.NO_EVICTION:
+            return None
+        width, _, most = CpuTable.bucket_layout_of(options)
+        return most, width
+
     # ---- above another store ----
 
     def hand_down(self) -> None:
         self._hands_down = True
-        if self._made_of[0].score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+        if self._orders:
             self._table = self._make_table()
 
     def surplus(self) -> Rows:
@@ -183,7 +218,7 @@ class HostStore(BoundedStore):
             self._forget_leaving(ids)
 
     def unflushed(self) -> Iterator[Rows]:
-        return self._table.export(changed_since=self._flushed_at)
+        return map(self._rows_of, self._table.export(changed_since=self._flushed_at))
 
     def flush(self) -> None:
         """For a store below: what is here now is there. Nothing here lasts longer than the
@@ -221,20 +256,6 @@ class HostStore(BoundedStore):
                 "evictions": self._drops,
             },
         )
-
-
-def _places(rows: Rows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(where each id is among rows in ascending order of their ids, whether it is there)."""
-    at = torch.searchsorted(rows.ids, ids).clamp_(max=len(rows) - 1)
-    return at, rows.ids[at] == ids
-
-
-def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
-    """bool [n]: the first occurrence of every distinct id."""
-    order = torch.argsort(ids, stable=True)
-    first = torch.ones(len(ids), dtype=torch.bool, device="cpu")
-    first[order[1:]] = ids[order[1:]] != ids[order[:-1]]
-    return first
 
 
 def _last_of_each(rows: Rows) -> Rows:

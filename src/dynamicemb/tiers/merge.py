@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from dynamicemb.hashing import signed
 from dynamicemb.table.rows import Found, Rows
 from dynamicemb.tiers.base import Store
 
@@ -44,16 +45,40 @@ def export_below(
     for rows in store.export(batch_size=batch_size):
         wanted = ~contained(rows.ids)
         if threshold is not None:
-            words = rows.scores if rows.scores.dim() == 1 else rows.scores[:, 0]
-            low = threshold - 2**64 if threshold >= 2**63 else threshold
-            wanted &= (words ^ -(2**63)) >= (low ^ -(2**63))  # as unsigned numbers
+            wanted &= reaches(rows.scores, threshold)
         if bool(wanted.any()):
             yield select(rows, wanted)
+
+
+def reaches(scores: torch.Tensor, threshold: int) -> torch.Tensor:
+    """bool [n]: which scores (the timestamps of pairs) are at least ``threshold``, as unsigned
+    numbers."""
+    words = scores if scores.dim() == 1 else scores[:, 0]
+    return (words ^ -(2**63)) >= (signed(threshold) ^ -(2**63))
 
 
 def select(rows: Rows, which: torch.Tensor | slice) -> Rows:
     """Some of the rows, by a mask, places, or a range."""
     return Rows(rows.ids[which], rows.embeddings[which], rows.state[which], rows.scores[which])
+
+
+def first_of_each(ids: torch.Tensor) -> torch.Tensor:
+    """bool [n]: the first occurrence of every distinct id."""
+    order = torch.argsort(ids, stable=True)
+    first = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    first[order[1:]] = ids[order[1:]] != ids[order[:-1]]
+    return first
+
+
+def last_of_each(ids: torch.Tensor) -> torch.Tensor:
+    """bool [n]: the last occurrence of every distinct id."""
+    return first_of_each(ids.flip(0)).flip(0)
+
+
+def places(rows: Rows, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(where each id is among rows in ascending order of their ids, whether it is there)."""
+    at = torch.searchsorted(rows.ids, ids).clamp_(max=len(rows) - 1)
+    return at, rows.ids[at] == ids
 
 
 def join(parts: Sequence[Rows]) -> Rows:

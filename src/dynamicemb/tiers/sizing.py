@@ -8,12 +8,14 @@ from dynamicemb.errors import check_integer, wrong_value
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import (
     MAX_BUCKET_CAPACITY,
+    DynamicEmbScoreStrategy,
     DynamicEmbTableOptions,
     align_to_table_size,
 )
 from dynamicemb.table.base import MAX_SLOTS
 from dynamicemb.table.numbers import state_layout
 from dynamicemb.tiers.base import RowLayout
+from dynamicemb.tiers.row_numbers import NUMBER_BYTES
 
 _WIDEST_SCAN = 1024  # wider buckets are found through a map
 _CUDA_UNIT = 512  # of torch's allocator
@@ -35,6 +37,7 @@ def rows_within(
     *,
     device: str = "cpu",
     name: str = "local_hbm_for_values",
+    cache: bool = False,
 ) -> int:
     """The slots of the largest table that takes at most ``budget`` bytes when it is full.
 
@@ -42,10 +45,8 @@ def rows_within(
     even one bucket fits.
     """
     budget = check_integer(name, budget, minimum=1)
-    width = options.bucket_capacity
-    if width == MAX_BUCKET_CAPACITY:
-        width = align_to_table_size(1)  # one bucket, in steps of this many slots
-    least = table_bytes(width, options, optimizer, device=device)
+    width = _least_width(options)
+    least = least_bytes(options, optimizer, device=device, cache=cache)
     if budget < least:
         raise wrong_value(
             name,
@@ -55,24 +56,49 @@ def rows_within(
     low, high = 1, MAX_SLOTS // width  # whole buckets; `low` of them fit
     while low < high:
         middle = (low + high + 1) // 2
-        if table_bytes(middle * width, options, optimizer, device=device) <= budget:
+        if table_bytes(middle * width, options, optimizer, device=device, cache=cache) <= budget:
             low = middle
         else:
             high = middle - 1
     return low * width
 
 
+def least_bytes(
+    options: DynamicEmbTableOptions,
+    optimizer: Optimizer,
+    *,
+    device: str = "cpu",
+    cache: bool = False,
+) -> int:
+    """Memory of a full table of one bucket."""
+    return table_bytes(_least_width(options), options, optimizer, device=device, cache=cache)
+
+
+def _least_width(options: DynamicEmbTableOptions) -> int:
+    if options.bucket_capacity == MAX_BUCKET_CAPACITY:
+        return align_to_table_size(1)  # one bucket, in steps of this many slots
+    return options.bucket_capacity
+
+
 def table_bytes(
-    slots: int, options: DynamicEmbTableOptions, optimizer: Optimizer, *, device: str = "cpu"
+    slots: int,
+    options: DynamicEmbTableOptions,
+    optimizer: Optimizer,
+    *,
+    device: str = "cpu",
+    cache: bool = False,
 ) -> int:
     """Memory of a full table of ``slots`` slots: rows with optimizer state, ids, scores, digests
-    and stamps. ``device``: "cpu" or "cuda". An admission counter is not counted."""
+    and stamps. ``device``: "cpu" or "cuda". ``cache``: it is the cache of a table with these
+    options. An admission counter is not counted."""
     layout = RowLayout.of(options, optimizer)
     one_bucket = options.bucket_capacity == MAX_BUCKET_CAPACITY
     width = slots if one_bucket else options.bucket_capacity
     parts = [slots, 8 * slots]  # digests, ids
     if layout.score_words == 2:
         parts.append(8 * slots)
+    if cache and options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION:
+        parts += [size * slots for size in NUMBER_BYTES]
     if device == "cuda":
         state = layout.state_dim if layout.state_dim < 2 else _round_up(layout.state_dim, 4)
         parts += [8 * slots, slots, 4 * slots]  # scores, marks, stamps

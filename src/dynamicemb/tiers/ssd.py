@@ -41,11 +41,11 @@ class SsdStore(BoundedStore):
 
     The folder belongs to one store of one process at a time; a forked child can read what was there
     at the fork, and change nothing. Opening the folder again finds what was flushed, and what the
-    operating system still had of the rest. Every file has the id of its store and its own place, and
-    every record a checksum: a corrupt, exchanged or missing file is a CorruptStoreError that names
-    it, when the folder is opened or when the row is read. While the disk is full :meth:`insert`
-    raises a StoreError that names the file; its rows stay in memory, are found, and are written by
-    the next call that can. The same holds for any other error of the disk.
+    operating system still had of the rest. Every file has the id of its store and its own place,
+    and every record a checksum: a corrupt, exchanged or missing file is a CorruptStoreError that
+    names it, when the folder is opened or when the row is read. While the disk is full
+    :meth:`insert` raises a StoreError that names the file; its rows stay in memory, are found, and
+    are written by the next call that can. The same holds for any other error of the disk.
 
     Args:
         options, optimizer: of the table above; they say what a row is.
@@ -209,6 +209,9 @@ class SsdStore(BoundedStore):
                 f"max_rows is {self._max_rows}",
                 self.path,
             )
+
+    def buckets(self) -> tuple[int, int] | None:
+        return None if self._max_rows is None or self._hands_down else (1, self._max_rows)
 
     def hand_down(self) -> None:
         self._hands_down = True

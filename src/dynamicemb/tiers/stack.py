@@ -129,6 +129,9 @@ class Stack(Store):
             )
         return self.lower.size() + self._only_upper
 
+    def buckets(self) -> tuple[int, int] | None:
+        return self.lower.buckets()
+
     # ---- lasting ----
 
     def flush(self) -> None:
