@@ -127,10 +127,12 @@ class RedisServer:
 
 class Proxy:
     """Passes connections on to a port. ``cut_after(n)``: the next connection that carries more than
-    n bytes of replies is reset there, once; connections after it live."""
+    n bytes of replies is reset there, once; connections after it live. ``pieces`` of replies, of so
+    many bytes, take ``pause_s`` each."""
 
     def __init__(self, port: int) -> None:
         self._target = port
+        self.pieces, self.pause_s = 0, 0.0
         self._cuts: list[int] = []
         self.resets = 0
         self._lock = threading.Lock()
@@ -162,6 +164,11 @@ class Proxy:
                             return
                         if source is client:
                             server.sendall(data)
+                            continue
+                        for at in range(0, len(data), self.pieces) if self.pieces else ():
+                            time.sleep(self.pause_s)
+                            client.sendall(data[at : at + self.pieces])
+                        if self.pieces:
                             continue
                         cut = self._cut(passed + len(data))
                         client.sendall(data if cut is None else data[: max(0, cut - passed)])

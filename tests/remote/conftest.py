@@ -36,8 +36,8 @@ def start() -> Iterator[Callable[..., RedisServer]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for started in made:
+        started.close()
 
 
 @pytest.fixture
@@ -50,5 +50,5 @@ def proxy() -> Iterator[Callable[[RedisServer], Proxy]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for started in made:
+        started.close()

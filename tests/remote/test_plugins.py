@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -175,14 +176,86 @@ def test_what_is_not_a_plugin(tmp_path: Path) -> None:
         torch.ops.tde.register_io("libc.so.6")  # not looked for in the system's folders
 
 
-def test_the_first_plugin_of_a_type_stays(modes: str, compile_plugin: Compile) -> None:
-    torch.ops.tde.register_io(modes)  # the same file: nothing to say
-    source = HERE / "plugins" / "modes_io.cpp"
-    with pytest.warns(RuntimeWarning, match="ignored: modes:// is the plug-in"):
-        torch.ops.tde.register_io(compile_plugin(source))
-    with pytest.warns(RuntimeWarning, match="ignored: redis:// is built in"):
-        torch.ops.tde.register_io(compile_plugin(source, '-DTYPE="redis"'))
+def test_the_same_file_may_be_registered_again(modes: str, tmp_path: Path) -> None:
+    torch.ops.tde.register_io(modes)
+    (tmp_path / "link.so").symlink_to(modes)
+    torch.ops.tde.register_io(str(tmp_path / "link.so"))
     assert plugin.registered_plugins()["modes"] == modes
+
+
+def test_a_second_plugin_of_a_type_is_an_error(modes: str, compile_plugin: Compile) -> None:
+    second = compile_plugin(HERE / "plugins" / "modes_io.cpp")
+    with pytest.raises(InvalidArgumentError, match="'modes', which is that of the plug-in") as told:
+        torch.ops.tde.register_io(second)
+    assert modes in str(told.value)
+    assert second in str(told.value)
+    assert plugin.registered_plugins()["modes"] == modes
+
+
+def test_a_plugin_that_was_replaced_on_the_disk_is_an_error(
+    compile_plugin: Compile, tmp_path: Path
+) -> None:
+    path = tmp_path / "replaced.so"
+    source = HERE / "plugins" / "modes_io.cpp"
+    shutil.copy(compile_plugin(source, '-DTYPE="replaced"'), path)
+    torch.ops.tde.register_io(str(path))
+    new = tmp_path / "new.so"
+    shutil.copy(compile_plugin(source, '-DTYPE="replaced"', "-O1"), new)
+    os.replace(new, path)
+    with pytest.raises(InvalidArgumentError, match="was replaced after it was registered"):
+        torch.ops.tde.register_io(str(path))
+
+
+@pytest.mark.parametrize("name", ["", "my store", "a/b", "1st", "x" * 65])
+def test_a_plugin_that_no_url_can_name_is_an_error(compile_plugin: Compile, name: str) -> None:
+    path = compile_plugin(HERE / "plugins" / "modes_io.cpp", f'-DTYPE="{name}"')
+    with pytest.raises(InvalidArgumentError, match="IO_type"):
+        torch.ops.tde.register_io(path)
+    assert name not in plugin.registered_plugins()
+
+
+#: Run in a process of its own: what is registered stays registered.
+BUILT_IN = """
+import sys
+
+import pytest
+import torch
+from row_makers import FORMAT, IDS, make
+
+import dynamicemb.tde
+from dynamicemb.errors import UsageError
+from dynamicemb.tiers.remote.open import open_rows
+from dynamicemb.tiers.remote.plugin import PluginRows
+from dynamicemb.tiers.remote.rows import RowFormat
+
+path, scheme, used_path, used = sys.argv[1:]
+first = open_rows(used, "t", FORMAT)
+with pytest.raises(UsageError, match="are in use; register"):
+    torch.ops.tde.register_io(used_path)
+assert not isinstance(open_rows(used, "t", FORMAT), PluginRows)
+
+torch.ops.tde.register_io(path)
+rows = open_rows(f"{scheme}://any text", "t", FORMAT)
+other = open_rows(f"{scheme}://any text", "t", RowFormat(FORMAT.parts[:1]))
+assert isinstance(rows, PluginRows)
+rows.push(IDS, make(IDS))
+assert torch.equal(rows.pull(IDS)[1], make(IDS))
+assert not bool(other.pull(IDS)[0].any())  # each has rows of its own
+"""
+
+
+@pytest.mark.parametrize(("scheme", "used"), [("memory", "redis"), ("redis", "memory")])
+def test_a_plugin_comes_before_a_store_of_its_name_unless_that_is_in_use(
+    compile_plugin: Compile, scheme: str, used: str
+) -> None:
+    pytest.importorskip("redis")
+    source = HERE / "plugins" / "modes_io.cpp"
+    paths = [compile_plugin(source, f'-DTYPE="{name}"') for name in (scheme, used)]
+    url = "memory://a" if used == "memory" else "redis://127.0.0.1:1"
+    command = [sys.executable, "-c", BUILT_IN, paths[0], scheme, paths[1], url]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_url_of_no_plugin() -> None:

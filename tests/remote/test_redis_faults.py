@@ -60,6 +60,42 @@ def test_a_stalled_server_is_given_up_after_a_bounded_wait(start: Start) -> None
     assert torch.equal(values, make(IDS))
 
 
+def test_a_reply_that_drips_is_given_up_when_its_time_is_over(
+    server: RedisServer, proxy: Callable[[RedisServer], Proxy]
+) -> None:
+    """Every piece comes in time, the full reply does not."""
+    between = proxy(server)
+    patient = open_rows(server.url(), "t", FORMAT)
+    patient.push(IDS, make(IDS))
+    url = server.url("?timeout=300ms&&retry_limit=1", port=between.port)
+    rows = open_rows(url, "t", FORMAT)
+    connect(rows)
+    between.pieces, between.pause_s = 2, 0.1
+    for work in (lambda: rows.pull(IDS), lambda: rows.contains(IDS), rows.count):
+        begin = time.monotonic()
+        with pytest.raises(StoreError, match="2 attempts.*Timeout"):
+            work()
+        assert time.monotonic() - begin < 60  # 0.7 s on a machine that does nothing else
+    between.pieces = 0
+    connect(rows)
+    assert torch.equal(patient.pull(IDS)[1], make(IDS))
+
+
+def test_a_slow_server_that_answers_in_time_is_waited_for(
+    server: RedisServer, proxy: Callable[[RedisServer], Proxy]
+) -> None:
+    between = proxy(server)
+    between.pieces, between.pause_s = 5, 0.002
+    rows = open_rows(server.url(port=between.port), "t", FORMAT)
+    rows.push(IDS, make(IDS))
+    found, values = rows.pull(IDS)
+    assert bool(found.all())
+    assert torch.equal(values, make(IDS))
+    assert rows.contains(IDS).tolist() == [True] * len(IDS)
+    assert rows.count() == len(IDS)
+    assert rows.erase(IDS[:2]).tolist() == [True, True]
+
+
 def test_a_short_stall_is_waited_for(start: Start) -> None:
     server = start()
     rows = open_rows(server.url(), "t", FORMAT)
@@ -189,8 +225,18 @@ def test_threads_share_a_table(server: RedisServer) -> None:
             problems.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert problems == []
+
+
+def test_a_listing_of_many_pages(server: RedisServer) -> None:
+    rows = open_rows(server.url("?chunk_size=20000"), "t", FORMAT)
+    others = open_rows(server.url("?chunk_size=20000"), "others", FORMAT)
+    ids = torch.arange(35_000)
+    rows.push(ids, make(ids))
+    others.push(ids, make(ids))
+    assert rows.count() == len(ids)
+    assert torch.equal(rows.ids().sort().values, ids)

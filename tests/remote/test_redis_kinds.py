@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile_redis import BEHAVIOURS, HostileRedis
 from row_makers import FORMAT, IDS, make
 
 from dynamicemb.errors import StoreError
@@ -37,7 +40,10 @@ def test_unix_socket(server: RedisServer) -> None:
     check(open_rows(f"unix://{server.socket_path}?db=1&&{PATIENT}", "t", FORMAT))
 
 
-def test_tls(start: Start, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(certificate, key) of 127.0.0.1."""
+    tmp_path = tmp_path_factory.mktemp("tls")
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
@@ -55,18 +61,44 @@ def test_tls(start: Start, tmp_path: Path) -> None:
     ]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out"]
     subprocess.run([*command, str(certificate)], check=True, capture_output=True)
-    port = free_port()
+    return certificate, key
+
+
+def test_tls(start: Start, certificate: tuple[Path, Path]) -> None:
+    port, (file, key) = free_port(), certificate
     server = start(
         *("--tls-port", str(port), "--tls-auth-clients", "no"),
-        *("--tls-cert-file", str(certificate), "--tls-key-file", str(key)),
+        *("--tls-cert-file", str(file), "--tls-key-file", str(key)),
     )
-    trusting = server.url(f"?ssl_ca_certs={certificate}", scheme="rediss", port=port)
+    trusting = server.url(f"?ssl_ca_certs={file}", scheme="rediss", port=port)
     check(open_rows(trusting, "t", FORMAT))
     blind = server.url("?ssl_cert_reqs=none", scheme="rediss", port=port)
     check(open_rows(blind, "t", FORMAT))
     strict = server.url("?retry_limit=0", scheme="rediss", port=port)
     with pytest.raises(StoreError, match="certificate"):
         open_rows(strict, "t", FORMAT).pull(IDS)
+
+
+@pytest.mark.parametrize("behaviour", [None, "drips", "silence", "bulk of 2 GB", "integers"])
+def test_a_hostile_server_behind_tls_is_an_error_in_bounded_time(
+    certificate: tuple[Path, Path], behaviour: str | None
+) -> None:
+    if behaviour is None:  # nobody shakes hands
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        listener = HostileRedis(BEHAVIOURS[behaviour], tls=context)
+        port = listener.port
+    options = f"?ssl_ca_certs={certificate[0]}&&timeout=500ms&&retry_limit=0"
+    rows = open_rows(f"rediss://127.0.0.1:{port}/{options}", "t", FORMAT)
+    for work in (lambda: rows.pull(IDS), lambda: rows.push(IDS, make(IDS)), rows.count):
+        begin = time.monotonic()
+        with pytest.raises(StoreError, match=r"127\.0\.0\.1"):
+            work()
+        assert time.monotonic() - begin < 60
+    listener.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +159,43 @@ def test_rows_of_a_cluster_are_found_after_their_slots_moved(cluster: list[Redis
     rows.push(ids, make(ids, 1))
     assert torch.equal(rows.pull(ids)[1], make(ids, 1))
     rows.clear()
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that takes connections and sends nothing."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+def test_a_cluster_is_found_beside_a_silent_node(cluster: list[RedisServer], silent: int) -> None:
+    hosts = f"127.0.0.1:{silent},127.0.0.1:{cluster[0].port}"
+    # In one attempt, if the machine is not busy.
+    rows = open_rows(f"redis+cluster://{hosts}/?timeout=2s&&retry_limit=30", "t", FORMAT)
+    rows.push(IDS, make(IDS))
+    assert torch.equal(rows.pull(IDS)[1], make(IDS))
+    rows.clear()
+
+
+def test_a_master_is_found_beside_a_silent_sentinel(start: Start, silent: int) -> None:
+    sentinel = start(sentinel=SENTINEL.format(start().port))
+    hosts = f"127.0.0.1:{silent},127.0.0.1:{sentinel.port}"
+    rows = open_rows(f"redis+sentinel://{hosts}/mymaster?timeout=2s&&retry_limit=30", "t", FORMAT)
+    rows.push(IDS, make(IDS))
+    assert torch.equal(rows.pull(IDS)[1], make(IDS))
+
+
+@pytest.mark.parametrize("behaviour", ["garbage", "integers", "errors in arrays", "bulk of 2 GB"])
+def test_a_master_is_found_beside_a_sentinel_that_talks_nonsense(
+    start: Start, behaviour: str
+) -> None:
+    sentinel = start(sentinel=SENTINEL.format(start().port))
+    hostile = HostileRedis(BEHAVIOURS[behaviour])
+    hosts = f"127.0.0.1:{hostile.port},127.0.0.1:{sentinel.port}"
+    url = f"redis+sentinel://{hosts}/mymaster?timeout=2s&&retry_limit=30"
+    check(open_rows(url, "t", FORMAT))
+    hostile.close()
 
 
 SENTINEL = "sentinel monitor mymaster 127.0.0.1 {} 1\n"

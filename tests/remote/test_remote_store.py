@@ -16,7 +16,7 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     EmbOptimType,
 )
-from dynamicemb.errors import StoreError, UsageError
+from dynamicemb.errors import InvalidArgumentError, StoreError, UsageError
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.tiers import HostStore, RemoteStore, Stack
 from dynamicemb.tiers.remote.memory import forget_memory
@@ -26,7 +26,9 @@ from redis_servers import RedisServer
 OFFSETS = torch.arange(0, 101, 4)
 
 
-def make(url: str | None, **changes: Any) -> BatchedDynamicEmbeddingTables:
+def make(
+    url: str | None, optimizer: EmbOptimType = EmbOptimType.ADAM, **changes: Any
+) -> BatchedDynamicEmbeddingTables:
     fields: dict[str, Any] = {
         "dim": 8,
         "max_capacity": 16384,
@@ -39,7 +41,7 @@ def make(url: str | None, **changes: Any) -> BatchedDynamicEmbeddingTables:
     return BatchedDynamicEmbeddingTables(
         [DynamicEmbTableOptions(**(fields | changes))],
         pooling_mode=DynamicEmbPoolingMode.SUM,
-        optimizer=EmbOptimType.ADAM,
+        optimizer=optimizer,
         learning_rate=0.1,
         seed=3,
     )
@@ -110,6 +112,18 @@ def test_another_process_finds_the_rows(url: str) -> None:
     again.tables[0].erase(torch.tensor([-7, -6]))
     again.tables[0].clear()
     assert len(again.tables[0]) == 0
+
+
+def test_rows_of_another_optimizer_or_dim_are_refused_by_what_is_there(url: str) -> None:
+    first = make(url)
+    train(first, batches(2))
+    first.flush()
+    others: list[dict[str, Any]] = [{"optimizer": EmbOptimType.SGD}, {"dim": 12}]
+    for other in others:
+        with pytest.raises(InvalidArgumentError, match="or the options and optimizer that wrote"):
+            train(make(url, **other), batches(2))
+    again = make(url)  # what was refused has changed nothing
+    assert content(again.tables[0]) == content(first.tables[0])
 
 
 def test_snapshots_are_refused(url: str) -> None:

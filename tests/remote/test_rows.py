@@ -8,7 +8,7 @@ import pytest
 import torch
 from row_makers import FORMAT, IDS, make
 
-from dynamicemb.errors import CorruptStoreError, InvalidArgumentError
+from dynamicemb.errors import InvalidArgumentError
 from dynamicemb.tiers.remote.memory import forget_memory
 from dynamicemb.tiers.remote.open import open_rows
 from dynamicemb.tiers.remote.rows import Part, RemoteRows, RowFormat
@@ -112,13 +112,16 @@ def test_wrong_arguments(open_table: Open) -> None:
         rows.push(IDS, make(IDS)[:, :5])
 
 
-def test_rows_of_another_format_are_refused(open_table: Open) -> None:
+def test_rows_of_other_options_or_optimizers_are_refused_the_same_way(open_table: Open) -> None:
     open_table().push(IDS, make(IDS))
     same_size = RowFormat((Part("weight", torch.float32, 5),))
     other_size = RowFormat((Part("weight", torch.float32, 6),))
-    for row_format in (same_size, other_size):
-        with pytest.raises((CorruptStoreError, InvalidArgumentError), match="weight float32"):
+    more = RowFormat((*FORMAT.parts, Part("momentum2", torch.float32, 4)))
+    for row_format in (same_size, other_size, more):
+        with pytest.raises(InvalidArgumentError, match=" has rows of .*; asked for: ") as raised:
             open_table("t", row_format).pull(IDS)
+        assert f"asked for: {row_format.describe()}. " in str(raised.value)
+        assert "Use another name, or the options and optimizer that wrote them" in str(raised.value)
 
 
 # ---- what is in Redis ----
@@ -157,7 +160,7 @@ def test_upstream_data_is_read(server: RedisServer) -> None:
 def test_upstream_data_without_a_state_is_refused(server: RedisServer) -> None:
     server.client().set("_table_t_gid_7_cid_0_osid_0", bytes(16))
     rows = open_rows(server.url("?layout=upstream"), "t", FORMAT)
-    with pytest.raises(CorruptStoreError, match="osid_1.* is missing"):
+    with pytest.raises(InvalidArgumentError, match="osid_1.* is missing.*asked for: weight"):
         rows.pull(torch.tensor([7]))
 
 
@@ -168,7 +171,7 @@ def test_a_value_of_the_wrong_size_is_named(server: RedisServer, layout: str) ->
     client = server.client()
     key = sorted(client.keys())[0]
     client.set(key, b"short")
-    with pytest.raises(CorruptStoreError, match="has 5 bytes") as caught:
+    with pytest.raises(InvalidArgumentError, match="has 5 bytes, not ") as caught:
         rows.pull(IDS)
     assert key.decode() in str(caught.value)
 

@@ -6,7 +6,6 @@ import threading
 
 import torch
 
-from dynamicemb.errors import InvalidArgumentError
 from dynamicemb.options import DynamicEmbScoreStrategy, DynamicEmbTableOptions
 from dynamicemb.table.cpu import CpuTable
 from dynamicemb.tiers.remote.rows import RemoteRows, RowFormat
@@ -35,10 +34,7 @@ class MemoryRows(RemoteRows):
                 (url.name, table), (row_format, _make(row_format))
             )
         if known != row_format:
-            raise InvalidArgumentError(
-                f"{self!r} has rows of {known.describe()}; asked for: {row_format.describe()}. "
-                "Use another name, or the options and optimizer that wrote them"
-            )
+            raise self._other_rows(known.describe())
 
     def __repr__(self) -> str:
         return f"memory://{self._name} table {self.table!r}"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dynamicemb.tiers.remote.memory import MemoryRows
-from dynamicemb.tiers.remote.plugin import PluginRows, registered_plugins
+from dynamicemb.tiers.remote.plugin import PluginRows, registered_plugins, url_to_open
 from dynamicemb.tiers.remote.rows import RemoteRows, RowFormat
 from dynamicemb.tiers.remote.url import MemoryUrl, PluginUrl, Url, parse_url
 
 
 def check_url(url: object) -> Url:
-    """What ``url`` says, if it is one that :func:`open_rows` takes."""
+    """``url``, parsed, if :func:`open_rows` takes it."""
     return parse_url(url, registered_plugins())
 
 
 def open_rows(url: object, table: str, row_format: RowFormat) -> RemoteRows:
     """The rows of ``table`` at ``url``. Asks a server nothing yet."""
-    parsed = check_url(url)
+    parsed = url_to_open(url)
     if isinstance(parsed, MemoryUrl):
         return MemoryRows(parsed, table, row_format)
     if isinstance(parsed, PluginUrl):

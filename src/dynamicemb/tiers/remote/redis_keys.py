@@ -40,7 +40,7 @@ def _constant(text: bytes) -> Bytes:
 class Keys(ABC):
     """The keys of a table's rows."""
 
-    #: Matches every key of the table (some others too, which :meth:`parse` leaves out).
+    #: Matches every key of the table (and others, which :meth:`parse` leaves out).
     pattern: bytes
     #: Keys of one row.
     parts: int = 1
@@ -83,8 +83,8 @@ class PackedKeys(Keys):
         return [row.tobytes() for row in self.matrix(ids)]
 
     def parse(self, keys: Sequence[bytes]) -> Ids:
-        found = (self._shape.fullmatch(key) for key in keys)
-        numbers = [int(match[1], 16) for match in found if match]
+        matches = (self._shape.fullmatch(key) for key in keys)
+        numbers = [int(match[1], 16) for match in matches if match]
         return np.array(numbers, dtype=np.uint64).view(np.int64)
 
 
@@ -103,8 +103,8 @@ class UpstreamKeys(Keys):
         return [self._begin + b"%d" % id_ + end for id_ in ids.tolist() for end in self._ends]
 
     def parse(self, keys: Sequence[bytes]) -> Ids:
-        found = (self._shape.fullmatch(key) for key in keys)
-        return np.array([int(match[1]) for match in found if match], dtype=np.int64)
+        matches = (self._shape.fullmatch(key) for key in keys)
+        return np.array([int(match[1]) for match in matches if match], dtype=np.int64)
 
 
 def _escape(name: str) -> bytes:
@@ -118,7 +118,7 @@ def _big_endian(ids: Ids) -> Bytes:
 def command(*arguments: bytes) -> bytes:
     """One command as the protocol wants it."""
     return b"*%d\r\n" % len(arguments) + b"".join(
-        b"$%d\r\n%s\r\n" % (len(one), one) for one in arguments
+        b"$%d\r\n%s\r\n" % (len(argument), argument) for argument in arguments
     )
 
 
@@ -134,7 +134,7 @@ def many_commands(
 ) -> list[bytes | memoryview]:
     """``NAME a1 b1 THEN``, ``NAME a2 b2 THEN``, ...: a command per row."""
     header = b"*%d\r\n$%d\r\n%s\r\n" % (1 + len(columns) + len(then), len(name), name)
-    end = b"".join(b"$%d\r\n%s\r\n" % (len(one), one) for one in then)
+    end = b"".join(b"$%d\r\n%s\r\n" % (len(argument), argument) for argument in then)
     return [_arguments(columns, header, end).data.cast("B")]
 
 

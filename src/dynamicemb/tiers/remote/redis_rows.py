@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dynamicemb.errors import CorruptStoreError, StoreError
+from dynamicemb.errors import InvalidArgumentError, StoreError
 from dynamicemb.tiers.remote.redis_client import client_of
 from dynamicemb.tiers.remote.redis_keys import (
     Bytes,
@@ -22,11 +22,18 @@ from dynamicemb.tiers.remote.redis_keys import (
     many_commands,
     one_command,
 )
-from dynamicemb.tiers.remote.redis_values import Replies, ValueShape, WrongValueError
+from dynamicemb.tiers.remote.redis_listing import scan
+from dynamicemb.tiers.remote.redis_reader import (
+    ELEMENT_BYTES,
+    Reader,
+    ValueShape,
+    WrongValueError,
+)
 from dynamicemb.tiers.remote.rows import RemoteRows, RowFormat, first_of_each
 from dynamicemb.tiers.remote.url import RedisUrl
 
-_SCAN_COUNT = 10_000
+#: Ids of a listing between searches for repeated ones. At least a quarter must be new.
+MERGED_IDS = 1_000_000
 
 
 def redis_rows(url: RedisUrl, table: str, row_format: RowFormat) -> RemoteRows:
@@ -53,20 +60,40 @@ class _RedisRows(RemoteRows):
     def _what(self, verb: str) -> str:
         return f"{verb} rows of table {self.table!r}"
 
-    def _run(self, what: str, commands: Sequence[tuple[bytes, ...]]) -> list[Any]:
+    def _run(
+        self, what: str, commands: Sequence[tuple[bytes, ...]], reply_bytes: int = 0
+    ) -> list[Any]:
         """The replies to commands, sent together."""
         if self._cluster:
-            return self._client.retry(what, lambda: self._client.cluster_commands(commands))
-        message = [b"".join(command(*one) for one in commands)]
-        return self._client.retry(what, lambda: self._client.converse(message, len(commands)))
+            return self._client.cluster_commands(what, commands, reply_bytes)
+        message = [b"".join(command(*arguments) for arguments in commands)]
+        return self._client.converse(what, message, len(commands), reply_bytes)
 
-    def _per_key(self, name: bytes, keys: Sequence[bytes], what: str) -> list[Any]:
-        """The replies to one command per key."""
+    def _counts(self, name: bytes, keys: Sequence[bytes], what: str) -> list[int]:
+        """The replies to one command per key, of which each is 0 or 1."""
         replies = self._client.run_all(
-            lambda some: self._run(what, [(name, key) for key in some]),
+            lambda chunk: self._run(what, [(name, key) for key in chunk]),
             _split(keys, self._url.chunk_size),
         )
-        return [reply for some in replies for reply in some]
+        counts = [count for counts_of_chunk in replies for count in counts_of_chunk]
+        if not set(map(type, counts)) <= {int} or not set(counts) <= {0, 1}:
+            raise self._client.wrong_reply(what, name, counts)
+        return counts
+
+    def _stored(self, what: str, name: bytes, replies: Sequence[Any]) -> None:
+        """Raise unless all are what Redis answers to SET and MSET; redis-py makes it True."""
+        for reply in replies:
+            if reply is not True and reply != b"OK":
+                raise self._client.wrong_reply(what, name, reply)
+
+    def _values(self, what: str, name: bytes, replies: Any, count: int) -> list[bytes | None]:
+        """``replies``, if they are values of ``count`` keys."""
+        if not isinstance(replies, list) or len(replies) != count:
+            raise self._client.wrong_reply(what, name, replies)
+        for value in replies:
+            if value is not None and not isinstance(value, bytes):
+                raise self._client.wrong_reply(what, name, value)
+        return replies
 
     @property
     def _ttl(self) -> tuple[bytes, ...]:
@@ -74,36 +101,28 @@ class _RedisRows(RemoteRows):
 
     def contains(self, ids: torch.Tensor) -> torch.Tensor:
         keys = self._keys.of(self._checked(ids).numpy())[:: self._keys.parts]
-        replies = self._per_key(b"EXISTS", keys, self._what("looking for"))
-        return torch.tensor(replies, dtype=torch.bool, device="cpu")
+        counts = self._counts(b"EXISTS", keys, self._what("looking for"))
+        return torch.tensor(counts, dtype=torch.bool, device="cpu")
 
     def erase(self, ids: torch.Tensor) -> torch.Tensor:
-        there = self.contains(ids) & first_of_each(ids)  # asked before: erasing may be tried twice
-        keys = self._keys.of(ids[there].numpy())
-        self._per_key(b"UNLINK", keys, self._what("erasing"))
-        return there
+        erased = self.contains(ids) & first_of_each(ids)  # asked before: erasing may be retried
+        keys = self._keys.of(ids[erased].numpy())
+        self._counts(b"UNLINK", keys, self._what("erasing"))
+        return erased
 
     def ids(self) -> torch.Tensor:
-        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        parts += [torch.from_numpy(self._keys.parse(keys)) for keys in self._scan()]
-        distinct: torch.Tensor = torch.unique(torch.cat(parts))  # a scan may show a key twice
-        return distinct
-
-    def _scan(self) -> Iterator[list[bytes]]:
-        what, pattern = self._what("listing"), self._keys.pattern
-        if self._cluster:
-            client = self._client
-            yield client.retry(
-                what, lambda: list(client.client.scan_iter(match=pattern, count=_SCAN_COUNT))
-            )
-            return
-        cursor = b"0"
-        while True:
-            scan = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_COUNT)
-            cursor, keys = self._run(what, [scan])[0]
-            yield keys
-            if cursor == b"0":
-                return
+        what, parts, waiting = self._what("listing"), [], 0
+        distinct = torch.empty(0, dtype=torch.int64, device="cpu")
+        for page in scan(self._client, what, self._keys.pattern, self._keys.parse):
+            parts.append(torch.from_numpy(page))
+            waiting += len(page)
+            if waiting > len(distinct) + MERGED_IDS:
+                before, distinct = len(distinct), torch.unique(torch.cat([distinct, *parts]))
+                if len(distinct) - before < waiting // 4:
+                    raise self._client.wrong_reply(what, b"SCAN", "the same keys again and again")
+                parts, waiting = [], 0
+        merged: torch.Tensor = torch.unique(torch.cat([distinct, *parts]))
+        return merged
 
     def push(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         self._checked(ids, rows)
@@ -115,15 +134,12 @@ class _RedisRows(RemoteRows):
 
     @abstractmethod
     def _push(self, ids: Ids, rows: Bytes) -> None:
-        """:meth:`push` of distinct ids, of which there are some."""
+        """:meth:`push` of distinct ids, at least one."""
 
-    def _wrong_size(self, key: bytes, size: int, allowed: int) -> CorruptStoreError:
-        return CorruptStoreError(
-            None,
-            f"{self!r}: the value of key {key!r} has {size} bytes; a row of "
-            f"{self.format.describe()} has {allowed}",
-            self._url.where,
-        )
+    def _other_value(self, key: bytes, size: int, allowed: int) -> InvalidArgumentError:
+        """The error for a value that is not a row of this table."""
+        why = f"has {size} bytes, not {allowed}" if size != allowed else "has another tag"
+        return self._other_rows(f"another kind: the value of key {key!r} {why}")
 
 
 class PackedRedisRows(_RedisRows):
@@ -160,57 +176,47 @@ class PackedRedisRows(_RedisRows):
             def message(part: slice) -> bytes:
                 return b"".join(one_command(b"MGET", self._keys.matrix(numbers[part])))
 
-            def read(replies: Replies, index: int) -> None:
+            def read(reader: Reader, index: int) -> None:
                 part = parts[index]
                 try:
-                    replies.values(self._shape, rows[part], found[part])
+                    reader.values(self._shape, rows[part], found[part])
                 except WrongValueError as error:
                     raise self._wrong_value(numbers[part][error.index], error) from None
 
             messages = [partial(message, part) for part in parts]
-            self._client.stream(what, messages, read, len(self._blank) + 32)
+            self._client.stream(what, messages, read)
 
         jobs, threads = self._jobs(numbers), self._url.num_threads
         if jobs:
             self._client.run_all(work, [jobs[at::threads] for at in range(min(threads, len(jobs)))])
         return torch.from_numpy(found), torch.from_numpy(rows)
 
-    def _wrong_value(self, id_: Any, error: WrongValueError) -> StoreError:
-        key = self._keys.of(np.array([id_]))[0]
-        if error.kind == "size":
-            return self._wrong_size(key, error.size, len(self._blank))
-        if error.kind == "tag":
-            return self._wrong_kind(key)
-        return StoreError(None, f"{self!r}: a reply that is not a value", self._url.where)
-
-    def _wrong_kind(self, key: bytes) -> CorruptStoreError:
-        return CorruptStoreError(
-            None,
-            f"{self!r}: the value of key {key!r} is not a row of {self.format.describe()}: "
-            "another kind of table or optimizer, or something else, wrote it. Use another "
-            "prefix or table name",
-            self._url.where,
-        )
+    def _wrong_value(self, id_: Any, error: WrongValueError) -> InvalidArgumentError | StoreError:
+        if error.kind == "unknown":
+            return StoreError(None, f"{self!r}: a reply that is not a value", self._url.where)
+        key, allowed = self._keys.of(np.array([id_]))[0], len(self._blank)
+        return self._other_value(key, error.size if error.kind == "size" else allowed, allowed)
 
     def _cluster_pull(self, what: str, ids: Ids, part: Any, found: Any, rows: Bytes) -> None:
-        replies = self._client.retry(what, lambda: self._cluster_get(ids))
+        replies = self._cluster_get(what, ids)
         expected = len(self._blank)
         for at, value in enumerate(replies):
-            if value is not None and len(value) != expected:
-                raise self._wrong_size(self._keys.of(ids[at : at + 1])[0], len(value), expected)
-            if value is not None and not value.startswith(self.format.tag):
-                raise self._wrong_kind(self._keys.of(ids[at : at + 1])[0])
-        there = [one is not None for one in replies]
-        values = b"".join(self._blank if one is None else one for one in replies)
-        found[part] = there
+            if value is None or (len(value) == expected and value.startswith(self.format.tag)):
+                continue
+            raise self._other_value(self._keys.of(ids[at : at + 1])[0], len(value), expected)
+        values = b"".join(self._blank if value is None else value for value in replies)
+        found[part] = [value is not None for value in replies]
         rows[part] = np.frombuffer(values, np.uint8).reshape(len(ids), expected)[:, 4:]
 
-    def _cluster_get(self, ids: Ids) -> list[bytes | None]:
+    def _cluster_get(self, what: str, ids: Ids) -> list[bytes | None]:
         parts = self._places(ids)
         commands = [(b"MGET", *self._keys.of(ids[part])) for part in parts]
+        allowed = len(ids) * _reply_bytes(len(self._blank))
+        replies = self._client.cluster_commands(what, commands, allowed)
         out: list[bytes | None] = [None] * len(ids)
-        for part, values in zip(parts, self._client.cluster_commands(commands), strict=True):
-            for at, value in zip(part.tolist(), values, strict=True):
+        for part, values in zip(parts, replies, strict=True):
+            checked = self._values(what, b"MGET", values, len(part))
+            for at, value in zip(part.tolist(), checked, strict=True):
                 out[at] = value
         return out
 
@@ -224,30 +230,32 @@ class PackedRedisRows(_RedisRows):
         what, ttl = self._what("writing"), self._ttl
 
         def work(part: Any) -> None:
-            some, data = ids[part], rows[part]
+            ids_of_part, rows_of_part = ids[part], rows[part]
             if self._cluster:
-                self._client.retry(what, lambda: self._cluster_set(some, data, ttl))
+                self._cluster_set(what, ids_of_part, rows_of_part, ttl)
                 return
-            columns = (self._keys.matrix(some), (self.format.tag, data))
+            columns = (self._keys.matrix(ids_of_part), (self.format.tag, rows_of_part))
             if ttl:
-                message, replies = many_commands(b"SET", *columns, then=ttl), len(some)
+                message, count = many_commands(b"SET", *columns, then=ttl), len(ids_of_part)
             else:
-                message, replies = one_command(b"MSET", *columns), 1
-            self._client.retry(what, lambda: self._client.converse(message, replies))
+                message, count = one_command(b"MSET", *columns), 1
+            replies = self._client.converse(what, message, count)
+            self._stored(what, b"SET" if ttl else b"MSET", replies)
 
         self._client.run_all(work, self._jobs(ids))
 
-    def _cluster_set(self, ids: Ids, rows: Bytes, ttl: Sequence[bytes]) -> None:
+    def _cluster_set(self, what: str, ids: Ids, rows: Bytes, ttl: Sequence[bytes]) -> None:
         keys = self._keys.of(ids)
         values = [self.format.tag + row.tobytes() for row in rows]
         if ttl:
             commands = [(b"SET", k, v, *ttl) for k, v in zip(keys, values, strict=True)]
         else:
             commands = [
-                (b"MSET", *(one for at in part for one in (keys[at], values[at])))
+                (b"MSET", *(argument for at in part for argument in (keys[at], values[at])))
                 for part in self._places(ids)
             ]
-        self._client.cluster_commands(commands)
+        replies = self._client.cluster_commands(what, commands)
+        self._stored(what, commands[0][0], replies)
 
 
 class UpstreamRedisRows(_RedisRows):
@@ -275,26 +283,26 @@ class UpstreamRedisRows(_RedisRows):
         return torch.from_numpy(found), torch.from_numpy(out.copy())
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        what = self._what("reading")
-        if self._cluster:  # keys of any two rows may be on different servers
-            return self._per_key(b"GET", keys, what)
-        replies = self._client.run_all(
-            lambda some: self._run(what, [(b"MGET", *some)])[0],
-            _split(keys, self._url.chunk_size),
-        )
-        return [value for some in replies for value in some]
+        what, largest = self._what("reading"), _reply_bytes(max(self._sizes))
+
+        def work(chunk: Sequence[bytes]) -> list[bytes | None]:
+            allowed = len(chunk) * largest
+            if self._cluster:  # keys of any two rows may be on different servers
+                replies = self._run(what, [(b"GET", key) for key in chunk], allowed)
+                return self._values(what, b"GET", replies, len(chunk))
+            (values,) = self._run(what, [(b"MGET", *chunk)], allowed)
+            return self._values(what, b"MGET", values, len(chunk))
+
+        chunks = self._client.run_all(work, _split(keys, self._url.chunk_size))
+        return [value for values in chunks for value in values]
 
     def _checked_parts(self, id_: Ids, parts: Sequence[bytes | None]) -> Iterator[bytes]:
         for part, (value, size) in enumerate(zip(parts, self._sizes, strict=True)):
             key = self._keys.of(id_)[part]
             if value is None:
-                raise CorruptStoreError(
-                    None,
-                    f"{self!r}: key {key!r} is missing, and the row's weight is there",
-                    self._url.where,
-                )
+                raise self._other_rows(f"another kind: key {key!r} is missing beside the weight")
             if len(value) != size:
-                raise self._wrong_size(key, len(value), size)
+                raise self._other_value(key, len(value), size)
             yield value
 
     def _push(self, ids: Ids, rows: Bytes) -> None:
@@ -306,8 +314,14 @@ class UpstreamRedisRows(_RedisRows):
             for key, value in zip(self._keys.of(ids), values, strict=True)
         ]
         self._client.run_all(
-            lambda some: self._run(what, some), _split(commands, self._url.chunk_size)
+            lambda chunk: self._stored(what, b"SET", self._run(what, chunk)),
+            _split(commands, self._url.chunk_size),
         )
+
+
+def _reply_bytes(size: int) -> int:
+    """Memory that a value takes while it is read, one of another optimizer perhaps."""
+    return 2 * ELEMENT_BYTES + 4 * size
 
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dynamicemb.errors import UsageError, wrong_type, wrong_value
+from dynamicemb.errors import InvalidArgumentError, UsageError, wrong_type, wrong_value
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class RemoteRows(ABC):
 
     Ids are int64 tensors in main memory. Every method may be called from several threads. A store
     that fails raises a StoreError that names it; what :meth:`push` had to write can then be given
-    again, since writing a row twice is writing it once.
+    again, since writing a row twice is writing it once. Rows that other options or another
+    optimizer wrote are an InvalidArgumentError, when the table is opened or when they are read.
     """
 
     def __init__(self, table: str, row_format: RowFormat) -> None:
@@ -118,6 +119,14 @@ class RemoteRows(ABC):
 
     def close(self) -> None:  # noqa: B027  not every store holds something
         """Give back what the store holds in this process."""
+
+    def _other_rows(self, found: str) -> InvalidArgumentError:
+        """The error for rows that other options or another optimizer wrote; ``found``: what they
+        are."""
+        return InvalidArgumentError(
+            f"{self!r} has rows of {found}; asked for: {self.format.describe()}. Use another name, "
+            "or the options and optimizer that wrote them"
+        )
 
     def _cannot(self, what: str) -> UsageError:
         return UsageError(f"{self!r} cannot {what}")

@@ -34,7 +34,7 @@ class RemoteStore(Store):
     matter. :meth:`size`, :meth:`export` and :meth:`clear` go over all keys of its database.
 
     Args:
-        options, optimizer: of the table above; they say what a row is.
+        options, optimizer: of the table above; they determine the row size.
         url: of the server. ``layout=upstream`` is refused: it has no place for scores.
         table: the name of the rows there. Tables need a name each. Where ranks share a table, each
             rank's rows are under ``TABLE@RANKofRANKS``.

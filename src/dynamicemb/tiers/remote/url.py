@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 
+from dynamicemb import errors
 from dynamicemb.errors import InvalidArgumentError, wrong_type
 
 #: Schemes of Redis, with how its servers are reached.
@@ -23,7 +24,8 @@ REDIS_SCHEMES = {
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s|m|h|d)")
 _MILLISECONDS = {"ms": 1.0, "s": 1e3, "m": 6e4, "h": 3.6e6, "d": 8.64e7}
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9_.\-]+))(?::(\d{1,5}))?")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+._\-]{0,63}")
+#: What stands before ``://``, at most 64 characters.
+SCHEME = re.compile(rf"(?=[\s\S]{{1,64}}\Z){errors.SCHEME}")
 
 
 def redacted(url: object) -> str:
@@ -35,7 +37,7 @@ def redacted(url: object) -> str:
     if not separator:
         return "***" if "@" in url else repr(url)
     if scheme != "memory" and scheme not in REDIS_SCHEMES:
-        return repr(f"{scheme}://***") if _SCHEME.fullmatch(scheme) else "***"
+        return repr(f"{scheme}://***") if SCHEME.fullmatch(scheme) else "***"
     _, at, visible = rest.rpartition("@")
     return repr(f"{scheme}://{'***@' if at else ''}{visible}")
 
@@ -45,7 +47,7 @@ def split_url(url: object) -> tuple[str, str]:
     if not isinstance(url, str):
         raise wrong_type("url", url, "a string such as 'redis://127.0.0.1:6379/?prefix=model'")
     scheme, separator, rest = url.partition("://")
-    if not separator or not _SCHEME.fullmatch(scheme):
+    if not separator or not SCHEME.fullmatch(scheme):
         raise InvalidArgumentError(
             f"url is {redacted(url)}; allowed: scheme://..., such as "
             "'redis://127.0.0.1:6379/?prefix=model' or 'memory://name'"
@@ -55,7 +57,7 @@ def split_url(url: object) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class RedisUrl:
-    """What the URL of a Redis says.
+    """The URL of a Redis, parsed.
 
     scheme: of :data:`REDIS_SCHEMES`. hosts: (name, port), several for a cluster or Sentinels; empty
     for a socket. path: of the socket. service: the name that Sentinels know the master by.
@@ -124,20 +126,21 @@ Url = RedisUrl | MemoryUrl | PluginUrl
 
 
 def parse_url(url: object, plugin_types: Mapping[str, Any] | None = None) -> Url:
-    """What ``url`` says. ``plugin_types``: schemes of the plug-ins that are registered.
+    """``url``, parsed. ``plugin_types``: schemes of the plug-ins that are registered, which come
+    before those of this library.
 
     Raises InvalidArgumentError, which names no credentials, for an unknown scheme or option, a
     value that is not allowed, and text that is left over.
     """
     scheme, rest = split_url(url)
+    if scheme in (plugin_types or {}):
+        if "\0" in rest:
+            raise InvalidArgumentError(f"url is '{scheme}://***' and has a NUL; allowed: none")
+        return PluginUrl(scheme, rest)
     if scheme == "memory":
         return _parse_memory(url, rest)
     if scheme in REDIS_SCHEMES:
         return _RedisParser(url, scheme).parse(rest)
-    if scheme in (plugin_types or {}):
-        if "\0" in rest:
-            raise InvalidArgumentError(f"url is {redacted(url)} and has a NUL; allowed: none")
-        return PluginUrl(scheme, rest)
     allowed = ", ".join(["memory", *REDIS_SCHEMES, *sorted(plugin_types or {})])
     raise InvalidArgumentError(
         f"the scheme of url {redacted(url)} is not known; allowed: {allowed}, or the IO_type of a "
@@ -212,8 +215,8 @@ class _RedisParser:
     def hosts(self, text: str) -> tuple[tuple[str, int], ...]:
         default = 26379 if self.scheme.endswith("+sentinel") else 6379
         hosts = []
-        for one in text.split(","):
-            match = _HOST.fullmatch(one)
+        for host in text.split(","):
+            match = _HOST.fullmatch(host)
             if match is None:
                 self.fail("the host is not one", "host, host:port or [IPv6 address]:port")
             port = int(match[3] or default)
@@ -256,8 +259,8 @@ class _RedisParser:
     def options(self, text: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         known = self.known()
-        for one in re.split("&&|&", text) if text else ():
-            name, equals, value = one.partition("=")
+        for option in re.split("&&|&", text) if text else ():
+            name, equals, value = option.partition("=")
             if name not in known or not equals:
                 self.fail(
                     f"the option {name[:50]!r} is not known", "name=value of " + ", ".join(known)
