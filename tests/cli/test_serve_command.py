@@ -99,7 +99,7 @@ def _end_with_a_request_in_flight(server: ServerProcess) -> None:
         waiting.getresponse().read()
         idle = waiting.sock
         connection.sendall(
-            b"POST /v1/tables/user/lookup HTTP/1.1\r\nContent-Length: 16\r\n"
+            b"POST /v1/tables/user/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 16\r\n"
             b"Content-Type: application/octet-stream\r\nExpect: 100-continue\r\n\r\n"
         )
         answer = connection.makefile("rb")
@@ -163,6 +163,9 @@ def test_it_waits_for_a_checkpoint_and_serves_the_last_good_state_beside_a_damag
         ((".", "--wait", "--poll-seconds", "0"), "--poll-seconds above 0"),
         ((".", "--prot", "1"), "did you mean --port?"),
         ((".", "--max-ids", "0"), "--max-ids is 0"),
+        ((".", "--allow-host", "http://a.b"), "--allow-host is 'http://a.b'; allowed: a name"),
+        ((".", "--allow-host", "a", "--allow-host", "b:80"), "--allow-host is 'b:80'"),
+        ((".", "--max-ids", "1000000"), "--memory-mb is 256; allowed: at least"),
         ((".", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
     ],
 )
@@ -184,6 +187,8 @@ def test_what_the_tables_refuse_is_an_error(
 def test_a_folder_without_a_checkpoint_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = set(threading.enumerate())  # of other tests: a dump in the background
     assert main(["serve", str(tmp_path), "--port", "0"]) == 2
     assert f"dynamicemb: there is no checkpoint in '{tmp_path}'" in capsys.readouterr().err
-    assert not [one for one in threading.enumerate() if one.name.startswith("dynamicemb-")]
+    started = set(threading.enumerate()) - before
+    assert not [one for one in started if one.name.startswith("dynamicemb-")]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from served import DIM, IDS, PATIENCE_S, damage, exchange, make_tables
 
-from dynamicemb import DynamicEmbDump, StoreError
+from dynamicemb import DynamicEmbDump, StoreError, text_id
 from dynamicemb.cli.http import HttpServer, Request, Response, serving
 from dynamicemb.cli.serving.follow import Follower
 from dynamicemb.cli.serving.service import Service
@@ -29,6 +29,8 @@ BYTES = {"Content-Type": "application/octet-stream"}
 #: Numbers whose text is long, small, large or short.
 ODD = [[0.1, 1 / 3, 1.17549435e-38, 3.40282347e38], [1e-45, 16777217.0, -2.5e-7, 0.0]]
 LOOKUP = "/v1/tables/user/lookup"
+TEXT_ID = 5510281697051308262  # of "157"
+STORED = [*IDS.tolist(), TEXT_ID, text_id("Jörg, 157")]
 
 
 class Waiting:
@@ -65,12 +67,12 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A server in this process; the row of id ``i`` begins with its place in IDS."""
+    """A server in this process; the row of id ``i`` begins with its place in STORED."""
     folder = tmp_path_factory.mktemp("checkpoint")
     model = make_tables()
     user, item = model.tables
-    rows = torch.arange(len(IDS), dtype=torch.float32)[:, None] + torch.arange(DIM) / 8
-    user.insert(IDS, rows)
+    ids = torch.tensor(STORED)
+    user.insert(ids, torch.arange(len(ids), dtype=torch.float32)[:, None] + torch.arange(DIM) / 8)
     item.insert(IDS[:1], torch.tensor([[float("nan"), float("inf"), -0.0, 1e-40]]))
     item.insert(torch.tensor([1, -1]), torch.tensor(ODD))
     DynamicEmbDump(folder, model)
@@ -82,7 +84,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def row_of(id_: int) -> list[float]:
-    at = IDS.tolist().index(id_)
+    at = STORED.index(id_)
     return [at + n / 8 for n in range(DIM)]
 
 
@@ -97,6 +99,19 @@ def test_ids_of_64_bits_in_json_as_numbers_texts_and_unsigned(port: int) -> None
     status, got = exchange(port, "GET", f"{LOOKUP}?ids={query}&ids=5")
     assert (status, got) == (200, answer)
     assert exchange(port, "POST", LOOKUP, {"ids": []})[1]["embeddings"] == []
+
+
+def test_texts_are_looked_up_by_their_ids(port: int) -> None:
+    answer = exchange(port, "POST", LOOKUP, {"texts": ["Jörg, 157", "nobody", b"157".decode()]})[1]
+    assert answer["found"] == [True, False, True]
+    assert answer["embeddings"] == [row_of(text_id("Jörg, 157")), [-1.0] * DIM, row_of(TEXT_ID)]
+    query = f"{LOOKUP}?text=J%C3%B6rg,+157&text=nobody&text=157"
+    assert exchange(port, "GET", query) == (200, answer)
+    several = {"tables": {"user": {"texts": ["157"]}, "item": {"ids": [1]}}}
+    tables = exchange(port, "POST", "/v1/lookup", several)[1]["tables"]
+    assert tables["user"]["embeddings"] == [row_of(TEXT_ID)]
+    assert tables["item"]["found"] == [True]
+    assert exchange(port, "POST", LOOKUP, {"texts": []})[1]["found"] == []
 
 
 def test_bytes_have_the_layout_of_the_documentation(port: int) -> None:
@@ -168,8 +183,8 @@ def test_tables_are_listed(port: int) -> None:
     status, answer = exchange(port, "GET", "/v1/tables")
     assert status == 200
     about = {"name": "model.user", "short_name": "user", "dim": DIM, "dtype": "float32"}
-    assert answer["tables"][0] == about | {"rows": len(IDS)}
-    assert exchange(port, "GET", "/v1/tables/model%2Euser")[1]["rows"] == len(IDS)
+    assert answer["tables"][0] == about | {"rows": len(STORED)}
+    assert exchange(port, "GET", "/v1/tables/model%2Euser")[1]["rows"] == len(STORED)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +202,10 @@ def test_tables_are_listed(port: int) -> None:
         (b'{"ids": [1.0]}', "ids[0] is 1.0"),
         (b'{"ids": [1, true]}', "ids[1] is true"),
         (b'{"ids": [null]}', "ids[0] is null"),
+        (b'{"ids": [1], "texts": ["a"]}', "there are ids and texts"),
+        (b'{"texts": "abc"}', "a list of texts"),
+        (b'{"texts": ["a", 157]}', "texts[1] is 157"),
+        (b'{"texts": ["\\ud800"]}', "UTF-8"),
         (b'{"ids": [[1]]}', "ids[0] is [1]"),
         (b'{"ids": [NaN]}', "ids[0] is NaN"),
         (b'{"ids": ["0x10"]}', 'ids[0] is "0x10"'),
@@ -214,6 +233,9 @@ def test_a_body_that_is_wrong_is_refused_with_a_reason(port: int, body: bytes, s
         ("GET", LOOKUP, {}, None, 400),
         ("GET", LOOKUP + "?ids=1,,2", {}, None, 400),
         ("GET", LOOKUP + "?id=1", {}, None, 400),
+        ("GET", LOOKUP + "?ids=1&text=1", {}, None, 400),
+        ("GET", LOOKUP + "?text=%ff", {}, None, 400),
+        ("POST", LOOKUP, {}, b'{"texts": [' + b'"a",' * MAX_IDS + b'"a"]}', 413),
         ("POST", LOOKUP, {"Content-Type": "text/csv"}, b"1", 415),
         ("POST", LOOKUP, BYTES, b"1234567", 400),
         ("POST", LOOKUP, BYTES, bytes(8 * (MAX_IDS + 1)), 413),
@@ -239,6 +261,7 @@ def test_requests_that_cannot_be_served_have_their_status(
     [
         (b"hello\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\n\r\n", 505),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
         (b"GET /healthz HTTP/1.1\r\nno header\r\n\r\n", 400),
         (b"GET /healthz HTTP/1.1\r\n: x\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
@@ -263,7 +286,8 @@ def test_damaged_requests_leave_the_server_as_it_is(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = (
-        b"POST /v1/tables/user/lookup HTTP/1.1\r\nContent-Length: 14\r\n\r\n" + b'{"ids": [1, 2]}'
+        b"POST /v1/tables/user/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n"
+        b'{"ids": [1, 2]}'
     )
     draw = random.Random(7)
     for _ in range(300):
@@ -321,7 +345,8 @@ def test_a_connection_is_kept_also_after_a_refusal_and_closed_when_asked(port: i
 
 
 def test_requests_that_come_at_once_are_answered_in_order(port: int) -> None:
-    text = "".join(f"GET {LOOKUP}?ids={id_} HTTP/1.1\r\n\r\n" for id_ in (100, 101, 102))
+    host = "HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    text = "".join(f"GET {LOOKUP}?ids={id_} {host}" for id_ in (100, 101, 102))
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.sendall(text.encode())
         connection.shutdown(socket.SHUT_WR)
@@ -367,7 +392,7 @@ def test_the_end_waits_for_requests_that_were_begun_but_not_for_ever(in_time: bo
     connection = socket.create_connection(
         ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_S
     )
-    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert site.asked.wait(PATIENCE_S)
     if in_time:
         threading.Timer(0.1, site.go.set).start()
@@ -413,7 +438,7 @@ def test_metrics_count_requests_ids_and_misses(port: int) -> None:
     assert more("requests_total", route="lookup", code="400") == 1
     assert more("request_seconds_count", route="lookup") == 2
     assert more("request_seconds_bucket", route="lookup", le="+Inf") == 2
-    assert after['dynamicemb_table_rows{table="model.user"}'] == len(IDS)
+    assert after['dynamicemb_table_rows{table="model.user"}'] == len(STORED)
     assert after["dynamicemb_delta"] == 0
     assert after["dynamicemb_following"] == 1
     assert after["dynamicemb_connections"] >= 1
@@ -435,19 +460,16 @@ class StopsBeforeSending:
         assert self.go.wait(PATIENCE_S)
 
 
-class Awaited(threading.Thread):
-    """Stands for another thread; says that somebody waits for it."""
+class Awaited(threading.Event):
+    """Says that somebody waits for it."""
 
-    def __init__(self, thread: threading.Thread, said: threading.Event) -> None:
+    def __init__(self, said: threading.Event) -> None:
         super().__init__()
-        self.thread, self.said = thread, said
+        self.said = said
 
-    def join(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None) -> bool:
         self.said.set()
-        self.thread.join(timeout)
-
-    def is_alive(self) -> bool:
-        return self.thread.is_alive()
+        return super().wait(timeout)
 
 
 def test_a_connection_that_becomes_free_while_the_server_stops_is_closed() -> None:
@@ -460,8 +482,7 @@ def test_a_connection_that_becomes_free_while_the_server_stops_is_closed() -> No
     client.request("GET", "/")
     assert site.answered.wait(PATIENCE_S)
     (connection,) = server._connections
-    assert connection.thread is not None
-    connection.thread = Awaited(connection.thread, site.go)  # stop() waits when it has looked
+    connection.ended = Awaited(site.go)  # stop() waits when it has looked
     assert server.stop(grace_seconds=10.0)
     assert client.getresponse().read() == b"done"
     client.close()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
 from dynamicemb import _engine
-from dynamicemb.checkpoint.chain import ChainLink, is_chain, read_chain
-from dynamicemb.checkpoint.dump import checked_path
-from dynamicemb.checkpoint.mapped import Layer, find_index, write_index
-from dynamicemb.checkpoint.reader import CheckpointReader
-from dynamicemb.checkpoint.target import naming
+from dynamicemb.checkpoint.chain import CHAIN, ChainLink, kind_of, read_chain
+from dynamicemb.checkpoint.mapped import Layer, find_index, not_read, write_index
+from dynamicemb.checkpoint.reader import CheckpointReader, NoCheckpointError
+from dynamicemb.checkpoint.replaced import tried_again, was_replaced
 from dynamicemb.errors import (
     CheckpointError,
     CorruptCheckpointError,
     UsageError,
     check_number,
+    check_path,
     wrong_type,
     wrong_value,
 )
@@ -33,8 +33,9 @@ class ServingTable:
     The files are mapped, not read: opening takes as long for a large table as for a small one,
     processes that open the same checkpoint share its pages, and neither optimizer state nor scores
     come into memory. Lookups from several threads are safe; so is :meth:`apply_delta` beside them.
-    Pickling (for worker processes) opens the files again. Replacing the checkpoint by a new dump
-    leaves an open table as it was; overwriting its files in place is not safe.
+    Pickling (for worker processes) opens the files again, of the checkpoint that is there then.
+    A new dump into the folder leaves an open table as it was; a table that is being opened reads
+    the old checkpoint or the new one. Overwriting files in place is not safe.
     """
 
     def __init__(
@@ -71,21 +72,39 @@ class ServingTable:
             "verify": verify,
             "preload": preload,
         }
-        self._path = checked_path(path)
-        links = read_chain(self._path) if is_chain(self._path) else None
-        base = self._path if links is None else links[0].path
-        with CheckpointReader.open(base) as reader:
+        self._path = check_path("path", path)
+        tried_again(lambda: self._open(table_name))
+
+    def _open(self, table_name: str | None) -> None:
+        kind = kind_of(self._path)
+        try:
+            links = read_chain(self._path) if kind == CHAIN else []
+            reader = self._open_base(links)
+        except NoCheckpointError as error:
+            if kind or kind_of(self._path):  # it was there a moment ago, or is there now
+                raise was_replaced(self._path) from error
+            raise
+        with reader:
             if reader.manifest.extra.get("delta") is not None:
                 raise CheckpointError(
-                    f"{base!r} is a delta; allowed: a checkpoint, or the folder of the chain"
+                    f"{self._path!r} is a delta; allowed: a checkpoint, or the folder of the chain"
                 )
-            self._collection, self._name = _find_table(reader, table_name, collection)
-            layer = Layer(reader, self._collection, self._name, self._settings)
+            self._begin(reader, *_find_table(reader, table_name, self._settings["collection"]))
+        if links:
+            self._apply(links)
+
+    def _open_base(self, links: Sequence[ChainLink]) -> CheckpointReader:
+        if links:
+            return CheckpointReader.open_known(links[0].path, links[0].id)
+        return CheckpointReader.open(self._path)
+
+    def _begin(self, reader: CheckpointReader, collection: str, name: str) -> None:
+        """Map the base."""
+        self._collection, self._name = collection, name
+        layer = Layer(reader, collection, name, self._settings)
         self._counted = (1, sum(n for _, n in layer.ids))  # layers, their rows
         self._set_layers((layer,), sequence=0)
         self._base_id = layer.checkpoint
-        if links is not None:
-            self._apply(links)
 
     def _set_layers(self, layers: tuple[Layer, ...], sequence: int) -> None:
         """Lookups that run meanwhile finish with the layers they began with."""
@@ -99,7 +118,7 @@ class ServingTable:
     def _mapped(self, layers: Sequence[Layer]) -> _engine.MappedTable:
         return _engine.MappedTable(
             row_bytes=self._entry.dim * self._entry.value_dtype.itemsize,
-            layers=[one.mapped for one in reversed(layers)],
+            layers=[layer.mapped for layer in reversed(layers)],
         )
 
     def _layers(self) -> tuple[Layer, ...]:
@@ -158,9 +177,9 @@ class ServingTable:
         def known(address: int, n: int) -> int:
             count = 0
             for begin in range(0, n, COUNTED_AT_ONCE):
-                some = min(n - begin, COUNTED_AT_ONCE)
-                self._find(mapped, address + 8 * begin, some, found, rows)
-                count += int(found[:some].sum())
+                size = min(n - begin, COUNTED_AT_ONCE)
+                self._find(mapped, address + 8 * begin, size, found, rows)
+                count += int(found[:size].sum())
             return count
 
         return sum(n - known(address, n) for address, n in delta.ids) - sum(
@@ -176,13 +195,7 @@ class ServingTable:
 
     def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(found bool, embeddings [..., dim]) of ids of any shape, int64 or uint64 on the CPU."""
-        if not isinstance(ids, torch.Tensor):
-            raise wrong_type("ids", ids, "a tensor of int64 or uint64")
-        if ids.dtype not in (torch.int64, torch.uint64):
-            raise wrong_type("ids.dtype", ids.dtype, "torch.int64 or torch.uint64")
-        if ids.device.type != "cpu":
-            raise wrong_value("ids.device", str(ids.device), "'cpu'")
-        flat = ids.contiguous()
+        flat = _contiguous(ids)
         mapped, layers = self._found_in
         if not layers:
             raise UsageError(f"serving table {self._name!r} is closed")
@@ -190,6 +203,21 @@ class ServingTable:
         rows = torch.empty((*ids.shape, self.dim), dtype=self._entry.value_dtype, device="cpu")
         self._find(mapped, flat.data_ptr(), flat.numel(), found, rows)
         return found, rows.to(self.dtype)
+
+    def find_into(self, ids: torch.Tensor, found: torch.Tensor, rows: torch.Tensor) -> None:
+        """:meth:`find` of ids [n] that writes into ``found``, bool [n], and ``rows``, [n, dim] of
+        any float type, both contiguous on the CPU: for callers that use memory again."""
+        n = len(ids)
+        for name, tensor, shape in (("found", found, (n,)), ("rows", rows, (n, self.dim))):
+            if tensor.shape != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise wrong_value(name, tuple(tensor.shape), f"{shape}, contiguous, on the CPU")
+        mapped, layers = self._found_in
+        if layers and (found.dtype, rows.dtype) == (torch.bool, self._entry.value_dtype):
+            self._find(mapped, _contiguous(ids).data_ptr(), n, found, rows)
+        else:
+            present, values = self.find(ids)
+            found.copy_(present)
+            rows.copy_(values)
 
     def _find(
         self,
@@ -213,17 +241,18 @@ class ServingTable:
         returns how many. Their files are mapped like the base's. Lookups see all of them or none.
 
         Raises ``CorruptCheckpointError`` or ``CheckpointError``, with the table as it was, if the
-        chain is not this table's, or one is missing, doubled, reordered or damaged.
+        chain is not this table's, or one is missing, doubled, reordered or corrupt.
         """
-        return self._apply(read_chain(checked_path(path)))
+        path = check_path("path", path)
+        return tried_again(lambda: self._apply(read_chain(path)))
 
     def advanced(self, links: Sequence[ChainLink]) -> ServingTable:
         """A table that stands at the end of the chain ``links`` and shares the files of this one,
         which stays as it is. Raises as :meth:`apply_delta` does."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._apply(links)
-        return other
+        advanced = object.__new__(type(self))
+        advanced.__dict__.update(self.__dict__)
+        advanced._apply(links)
+        return advanced
 
     def _apply(self, links: Sequence[ChainLink]) -> int:
         if links[0].id != self._base_id:
@@ -239,10 +268,7 @@ class ServingTable:
         before = self._layers()
         fresh = []
         for link in links[self._sequence + 1 :]:
-            with CheckpointReader.open(link.path) as reader:
-                layer = Layer(reader, self._collection, self._name, self._settings)
-            if layer.checkpoint != link.id:
-                raise CheckpointError(f"{link.path} was replaced while it was opened")
+            layer = self._layer(link)
             if (layer.entry.dim, layer.entry.value_dtype) != (
                 self.dim,
                 self._entry.value_dtype,
@@ -252,6 +278,10 @@ class ServingTable:
         if fresh:
             self._set_layers((*before, *fresh), self._sequence + len(fresh))
         return len(fresh)
+
+    def _layer(self, link: ChainLink) -> Layer:
+        with CheckpointReader.open_known(link.path, link.id) as reader:
+            return Layer(reader, self._collection, self._name, self._settings)
 
     def close(self) -> None:
         """Let the files go; lookups raise from now on."""
@@ -268,41 +298,75 @@ class ServingTable:
         return _reopen, (self._path, self._name, settings)
 
 
+def _contiguous(ids: torch.Tensor) -> torch.Tensor:
+    """``ids``, checked."""
+    if not isinstance(ids, torch.Tensor):
+        raise wrong_type("ids", ids, "a tensor of int64 or uint64")
+    if ids.dtype not in (torch.int64, torch.uint64):
+        raise wrong_type("ids.dtype", ids.dtype, "torch.int64 or torch.uint64")
+    if ids.device.type != "cpu":
+        raise wrong_value("ids.device", str(ids.device), "'cpu'")
+    return ids.contiguous()
+
+
 def _reopen(path: str, name: str, settings: dict[str, Any]) -> ServingTable:
     return ServingTable(path, name, **settings)
 
 
+def open_tables(path: str, identity: str, settings: Mapping[str, Any]) -> dict[str, ServingTable]:
+    """All tables of the checkpoint ``identity`` in the folder ``path``, by ``COLLECTION.TABLE``.
+    ``settings``: those of :class:`ServingTable`. Another checkpoint there is a
+    ``ReplacedCheckpointError``."""
+    tables = {}
+    with CheckpointReader.open_known(path, identity) as reader:
+        reader.hold(
+            skip=not_read(settings)
+        )  # of all tables, before the first one is verified, which may take long
+        for collection, name in reader.all_tables():
+            table = object.__new__(ServingTable)
+            table._settings = {**settings, "collection": collection}
+            table._path = path
+            table._begin(reader, collection, name)
+            tables[f"{collection}.{name}"] = table
+    return tables
+
+
 def build_serving_index(path: str | os.PathLike[str]) -> int:
     """Write the indexes that the tables of a checkpoint do not have yet, beside their files;
-    returns how many. Needs about 20 bytes per row of a shard. A next dump to the folder removes
-    them with the rest."""
-    path = checked_path(path)
-    written = 0
-    with CheckpointReader.open(path) as reader, naming("indexing", path):
-        for collection, name in reader.all_tables():
-            table = reader.table(collection, name)
-            for shard in table.shards:
-                index = find_index(reader, collection, table, shard)
-                if index is not None:
-                    index.close()
-                    continue
-                write_index(reader, collection, table, shard)
-                written += 1
-    return written
+    returns how many. Needs about 20 bytes per row of a shard. The next dump to the folder removes
+    them with the other files. A dump that is running is a ``CheckpointError``: it would remove the
+    indexes at once."""
+    path = check_path("path", path)
+
+    def write_all() -> int:
+        written = 0
+        with CheckpointReader.open(path) as reader, reader.sound("indexing"):
+            for collection, name in reader.all_tables():
+                table = reader.table(collection, name)
+                for shard in table.shards:
+                    index = find_index(reader, collection, table, shard)
+                    if index is not None:
+                        index.close()
+                        continue
+                    write_index(reader, collection, table, shard)
+                    written += 1
+        return written
+
+    return tried_again(write_all)
 
 
 def _find_table(
     reader: CheckpointReader, name: str | None, collection: str | None
 ) -> tuple[str, str]:
-    found = [
+    matching = [
         (path, table)
         for path, table in reader.all_tables()
         if (name is None or table == name)
         and (collection is None or collection in (path, path.rpartition(".")[2]))
     ]
-    if len(found) != 1:
+    if len(matching) != 1:
         every = ", ".join(f"{table!r} of {path!r}" for path, table in reader.all_tables())
         raise wrong_value(
             "(table_name, collection)", (name, collection), f"what names one table of {every}"
         )
-    return found[0]
+    return matching[0]

@@ -13,10 +13,11 @@ import torch
 from dynamicemb.cli.arguments import Parser
 from dynamicemb.cli.http import HttpServer, serving
 from dynamicemb.cli.serving.follow import Follower
+from dynamicemb.cli.serving.memory import Memory, return_freed_memory
 from dynamicemb.cli.serving.options import ServeOptions
-from dynamicemb.cli.serving.service import Service
+from dynamicemb.cli.serving.service import VITAL, Service
 from dynamicemb.cli.signals import interrupts
-from dynamicemb.errors import CheckpointError, UsageError
+from dynamicemb.errors import CheckpointError, UsageError, check_path
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder")
     options, given = parser.read(ServeOptions, arguments)
-    path = Path(given["checkpoint"])
+    path = Path(check_path("CHECKPOINT", given["checkpoint"], "a folder"))
     if options.wait and options.poll_seconds == 0:
         raise UsageError("--wait needs a look now and then; allowed: --poll-seconds above 0")
     if not options.wait and not path.is_dir():
@@ -55,15 +56,20 @@ def _serve(path: Path, options: ServeOptions) -> int:
         "rank": options.rank,
     }
     follower = Follower(path, options.poll_seconds, settings)
-    service = Service(follower, max_ids=options.max_ids)
+    memory = Memory(options.memory_mb << 20, options.max_ids)
+    service = Service(follower, max_ids=options.max_ids, memory=memory)
     server = HttpServer(
         service,
         options.host,
         options.port,
         idle_seconds=options.idle_seconds,
         max_connections=options.max_connections,
+        vital=VITAL,
+        admit=memory.admit,
+        names=options.allow_host,
     )
     service.connections = lambda: server.connections
+    return_freed_memory()
     if not _is_loopback(server.host):
         logger.warning(
             "%s is no loopback address: everybody who reaches it can read the tables", server.host

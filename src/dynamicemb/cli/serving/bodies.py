@@ -1,4 +1,4 @@
-"""Lookups as they come over HTTP: ids in JSON, in an address or as bytes, and rows in JSON."""
+"""Lookups as they come over HTTP: ids in JSON, in an address or as bytes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import numpy as np
 import torch
 
 from dynamicemb.checkpoint.http_table import unpack_ids
-from dynamicemb.cli.http import BYTES, JSON, JsonText, Refused, Request
+from dynamicemb.cli.http import BYTES, JSON, Refused, Request
+from dynamicemb.cli.serving.memory import Memory
+from dynamicemb.errors import ArgumentTypeError, InvalidArgumentError
+from dynamicemb.texts import text_ids
 
 LOWEST, HIGHEST = -(2**63), 2**64 - 1
 ALLOWED = f"integers from {LOWEST} to {HIGHEST}, as numbers or as text"
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 
-def ids_of(request: Request, max_ids: int) -> tuple[torch.Tensor, str]:
+def ids_of(request: Request, max_ids: int, memory: Memory) -> tuple[torch.Tensor, str]:
     """The ids of a request, int64 [n], and the type of answer that it wants: what it accepts, or
     else the type of its body."""
     if request.method != "POST":
-        ids, kind = ids_of_query(request.query), JSON
+        ids, kind = ids_of_query(request.query, max_ids), JSON
     else:
         kind = media_type(request.headers.get("content-type", JSON))
         if kind == BYTES:
@@ -33,9 +36,11 @@ def ids_of(request: Request, max_ids: int) -> tuple[torch.Tensor, str]:
                 )
             ids = unpack_ids(request.body)
         elif kind in (JSON, "application/x-www-form-urlencoded"):  # curl -d says the second
-            ids, kind = ids_of_value(member(json_body(request.body), "ids")), JSON
+            ids = memory.read(request.body, lambda body: ids_of_wish(json_body(body), max_ids))
+            kind = JSON
         else:
             raise Refused(415, f"Content-Type is {kind!r}; allowed: {JSON}, {BYTES}")
+        memory.keep(request.lease, len(ids))
     check_number_of_ids(len(ids), max_ids)
     wanted = media_type(request.headers.get("accept", ""))
     return ids, wanted if wanted in (JSON, BYTES) else kind
@@ -65,16 +70,45 @@ def member(value: Any, name: str) -> Any:
     return value[name]
 
 
-def ids_of_query(query: str) -> torch.Tensor:
-    """``ids=1,2,3``; names that come twice follow each other."""
-    texts: list[str] = []
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name != "ids":
-            raise Refused(400, f"{name!r} is in the address; allowed: ids=1,2,3")
-        texts.extend(value.split(",") if value else ())
-    if not query:
-        raise Refused(400, "there are no ids; allowed: ?ids=1,2,3, or a POST")
-    return ids_of_value(texts)
+def ids_of_query(query: str, max_ids: int) -> torch.Tensor:
+    """``ids=1,2,3``, or ``text=a&text=b``; names that come twice follow each other."""
+    wish: dict[str, list[str]] = {}
+    try:
+        members = parse_qsl(query, keep_blank_values=True, errors="strict")
+    except UnicodeDecodeError:
+        raise Refused(400, "the address is not UTF-8; allowed: UTF-8, percent-encoded") from None
+    for name, value in members:
+        if name == "text":  # may have a comma in it
+            wish.setdefault("texts", []).append(value)
+        elif name == "ids":
+            wish.setdefault("ids", []).extend(value.split(",") if value else ())
+        else:
+            raise Refused(400, f"{name!r} is in the address; allowed: ids=1,2,3 or text=...")
+    if len(wish) != 1:
+        found = "both ids and text are" if wish else "there are no ids"
+        raise Refused(400, f"{found} in the address; allowed: ?ids=1,2,3, ?text=..., or a POST")
+    return ids_of_wish(wish, max_ids)
+
+
+def ids_of_wish(wish: Any, max_ids: int) -> torch.Tensor:
+    """int64 [n] of ``{"ids": [...]}`` or ``{"texts": [...]}``."""
+    name = "texts" if isinstance(wish, dict) and "texts" in wish else "ids"
+    if isinstance(wish, dict) and {"ids", "texts"} <= set(wish):
+        raise Refused(400, 'there are ids and texts; allowed: {"ids": [...]} or {"texts": [...]}')
+    value = member(wish, name)
+    if isinstance(value, list):
+        check_number_of_ids(len(value), max_ids)
+    return ids_of_value(value) if name == "ids" else ids_of_texts(value)
+
+
+def ids_of_texts(value: Any) -> torch.Tensor:
+    """int64 [n] of a list of texts."""
+    if not isinstance(value, list):
+        raise Refused(400, f"texts is {str(value)[:100]}; allowed: a list of texts")
+    try:
+        return text_ids(value)
+    except (ArgumentTypeError, InvalidArgumentError) as error:
+        raise Refused(400, str(error)[:200]) from None
 
 
 def ids_of_value(value: Any) -> torch.Tensor:
@@ -99,17 +133,6 @@ def _id(value: Any, at: int) -> int:
     if type(number) is not int or not LOWEST <= number <= HIGHEST:
         raise Refused(400, f"ids[{at}] is {json.dumps(value)[:100]}; allowed: {ALLOWED}")
     return number if number < 2**63 else number - 2**64
-
-
-def numbers(rows: torch.Tensor) -> JsonText:
-    """Rows as JSON. Nine digits give back the same float32, and take a third of the time of those
-    that ``json`` writes. Infinity and NaN, which JSON does not have, are null."""
-    n, dim = rows.shape
-    row = "[" + ", ".join(["%.9g"] * dim) + "]"
-    text = "[" + ", ".join([row] * n) % tuple(rows.float().flatten().tolist()) + "]"
-    if not bool(torch.isfinite(rows).all()):
-        text = re.sub(r"-?(?:inf|nan)", "null", text)
-    return JsonText(text)
 
 
 def names_of(tables: Sequence[str]) -> str:

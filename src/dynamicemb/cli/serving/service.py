@@ -9,40 +9,47 @@ from urllib.parse import unquote
 
 import torch
 
-from dynamicemb.checkpoint.http_table import pack_rows
 from dynamicemb.cli.exposition import TYPE, Counter, Family, Histogram, exposition, labels
-from dynamicemb.cli.http import BYTES, Refused, Request, Response, json_object, json_response
+from dynamicemb.cli.http import BYTES, Refused, Request, Response, json_response
+from dynamicemb.cli.serving import answers
+from dynamicemb.cli.serving.answers import Lookup
 from dynamicemb.cli.serving.bodies import (
     check_number_of_ids,
     ids_of,
-    ids_of_value,
+    ids_of_wish,
     json_body,
     member,
     names_of,
-    numbers,
 )
 from dynamicemb.cli.serving.follow import Follower
+from dynamicemb.cli.serving.memory import DEFAULT_BYTES, SMALL, Memory
 from dynamicemb.cli.serving.states import State
 
-#: Bytes of JSON that an id may take, with its comma and some room, and of what is around the ids.
-BYTES_PER_ID, BYTES_AROUND = 32, 4096
 TABLES = "/v1/tables"
+#: Pages that are answered however many connections and requests there are.
+VITAL = ("/healthz", "/metrics")
 
 
 class Service:
     """Answers from the state that a follower holds when a request begins."""
 
     def __init__(
-        self, follower: Follower, *, max_ids: int, connections: Callable[[], int] | None = None
+        self,
+        follower: Follower,
+        *,
+        max_ids: int,
+        memory: Memory | None = None,
+        connections: Callable[[], int] | None = None,
     ) -> None:
         self._follower, self._max_ids = follower, max_ids
-        self.max_body = BYTES_AROUND + BYTES_PER_ID * max_ids
+        self.memory = memory or Memory(DEFAULT_BYTES, max_ids)
+        self.max_body = self.memory.max_body
         self.connections = connections or (lambda: 0)
         self.stopping = False
         self._began = time.time()
         self._requests = Counter("requests_total", "Requests, by page and status.")
         self._seconds = Histogram(
-            "request_seconds", "From a request's first line until its answer is ready to be sent."
+            "request_seconds", "From a request's first line until its answer begins to be sent."
         )
         self._ids = Counter("lookup_ids_total", "Ids that were looked up.")
         self._misses = Counter("lookup_misses_total", "Ids that have no row.")
@@ -106,40 +113,43 @@ class Service:
     def _lookup(self, request: Request, name: str) -> Response:
         state = self._state()
         full = self._named(state, name)
-        ids, kind = ids_of(request, self._max_ids)
-        found, rows = self._find(state, full, ids)
+        large = len(request.body) > SMALL
+        ids, kind = ids_of(request, self._max_ids, self.memory)
+        lookup = self._asked(state, full, ids)
         if kind == BYTES:
             headers = {
                 "X-Rows": str(len(ids)),
-                "X-Dim": str(state.tables[full].dim),
+                "X-Dim": str(lookup.table.dim),
                 "X-Checkpoint": state.checkpoint,
                 "X-Delta": str(state.sequence),
             }
-            return Response(pack_rows(found, rows), BYTES, headers=headers)
-        return json_response(_place(state) | {"table": full} | _answer(found, rows))
+            return answers.bytes_response(lookup, headers, self.memory, large=large)
+        return answers.json_response(_place(state) | {"table": full}, lookup, self.memory)
 
     def _lookups(self, request: Request) -> Response:
         """Several tables, all at one state."""
         state = self._state()
-        wanted = member(json_body(request.body), "tables")
+        lookups = self.memory.read(request.body, lambda body: self._wanted(state, body))
+        number = sum(len(lookup.ids) for lookup in lookups.values())
+        check_number_of_ids(number, self._max_ids)
+        self.memory.keep(request.lease, number)
+        return answers.json_response_of_tables(_place(state), lookups, self.memory)
+
+    def _wanted(self, state: State, body: bytearray) -> dict[str, Lookup]:
+        wanted = member(json_body(body), "tables")
         if not isinstance(wanted, dict):
             raise Refused(400, 'tables is no object; allowed: {"tables": {"NAME": {"ids": [...]}}}')
-        ids = {}
-        for name, value in wanted.items():
-            ids[name] = self._named(state, name), ids_of_value(member(value, "ids"))
-        check_number_of_ids(sum(len(some) for _, some in ids.values()), self._max_ids)
-        answers = {
-            name: json_object(_answer(*self._find(state, *one))) for name, one in ids.items()
+        return {
+            name: self._asked(state, self._named(state, name), ids_of_wish(value, self._max_ids))
+            for name, value in wanted.items()
         }
-        return json_response(_place(state) | {"tables": json_object(answers)})
 
-    def _find(
-        self, state: State, full: str, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found, rows = state.tables[full].find(ids)
-        self._ids.add(len(ids), labels(table=full))
-        self._misses.add(len(ids) - int(found.sum()), labels(table=full))
-        return found, rows
+    def _asked(self, state: State, full: str, ids: torch.Tensor) -> Lookup:
+        def count(number: int, misses: int) -> None:
+            self._ids.add(number, labels(table=full))
+            self._misses.add(misses, labels(table=full))
+
+        return Lookup(state.tables[full], ids, count)
 
     def _tables(self) -> Response:
         state = self._state()
@@ -192,6 +202,9 @@ class Service:
         yield follower.problems.family()
         yield _gauge("following", follower.following, "1 if the newest there is is served.")
         yield _gauge("connections", self.connections(), "Open connections.")
+        memory = self.memory
+        yield _gauge("memory_limit_bytes", memory.size, "For requests and answers in flight.")
+        yield _gauge("memory_reserved_bytes", memory.reserved, "Of that limit, what is reserved.")
         yield _gauge("start_time_seconds", self._began, "When the server began, in Unix time.")
         state = follower.standing.state
         if state is None:
@@ -210,10 +223,6 @@ def _gauge(name: str, value: float, help: str) -> Family:
 
 def _place(state: State) -> dict[str, Any]:
     return {"checkpoint": state.checkpoint, "delta": state.sequence}
-
-
-def _answer(found: torch.Tensor, rows: torch.Tensor) -> dict[str, Any]:
-    return {"found": found.tolist(), "embeddings": numbers(rows)}
 
 
 def _about(state: State, full: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What is served: all tables of a checkpoint at one delta, and how the next state is found.
 
 A state is never changed. A new one is opened, checked and counted beside it, and takes its place at
-once, so that an answer is of one state.
+once, so that every answer is consistent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 from dynamicemb.checkpoint.chain import BASE, ChainLink, read_sound_chain
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME
-from dynamicemb.checkpoint.reader import CheckpointReader
-from dynamicemb.checkpoint.serving import ServingTable
-from dynamicemb.errors import CheckpointError, DynamicEmbError
+from dynamicemb.checkpoint.reader import CheckpointReader, NoCheckpointError
+from dynamicemb.checkpoint.replaced import tried_again, was_replaced
+from dynamicemb.checkpoint.serving import ServingTable, open_tables
+from dynamicemb.errors import CheckpointError, DynamicEmbError, ReplacedCheckpointError
 
 #: How deep below the folder that was given checkpoints may lie: RUN/checkpoints/step-N/tables.
 DEPTH = 3
@@ -73,6 +74,14 @@ class Found:
 
     @classmethod
     def read(cls, folder: Path) -> Found:
+        """What is in ``folder``, where a checkpoint or a chain was seen a moment ago."""
+        try:
+            return cls._read(folder)
+        except NoCheckpointError as error:  # a folder may be emptied and filled again
+            raise was_replaced(str(folder)) from error
+
+    @classmethod
+    def _read(cls, folder: Path) -> Found:
         if (folder / MANIFEST_NAME).exists():
             with CheckpointReader.open(folder) as reader:
                 manifest = reader.manifest
@@ -130,7 +139,7 @@ def checkpoint_folders(path: Path, depth: int = DEPTH) -> Iterator[Path]:
 def newest_state(
     path: Path, state: State | None, settings: dict[str, Any]
 ) -> tuple[State, str | None]:
-    """The newest state that is whole, and what is wrong with a newer one.
+    """The newest state that is intact, and what is wrong with a newer one.
 
     ``state`` itself is returned if nothing newer is there. Raises ``CheckpointError`` if there is
     nothing at all that could be opened.
@@ -139,14 +148,16 @@ def newest_state(
     found = []
     for folder in checkpoint_folders(path):
         try:
-            found.append(Found.read(folder))
+            found.append(tried_again(lambda folder=folder: Found.read(folder)))  # type: ignore[misc]
         except CheckpointError as error:
-            problems.append(str(error))
-    for one in sorted(found, key=lambda some: some.newest_first, reverse=True):
+            if any(checkpoint_folders(folder, 0)):  # else it was removed meanwhile
+                problems.append(str(error))
+    for newest in sorted(found, key=lambda candidate: candidate.newest_first, reverse=True):
         try:
-            fresh, problem = _opened(one, state, settings)
+            fresh, problem = _opened_as_it_is(newest, state, settings)
         except DynamicEmbError as error:
-            problems.append(str(error))
+            if any(checkpoint_folders(Path(newest.folder), 0)):
+                problems.append(str(error))
             continue
         if problem is not None:
             problems.append(problem)
@@ -160,10 +171,20 @@ def newest_state(
     return state, "; ".join(problems)
 
 
+def _opened_as_it_is(
+    found: Found, state: State | None, settings: dict[str, Any]
+) -> tuple[State, str | None]:
+    """:func:`_opened` of ``found``, or of what has taken its place meanwhile."""
+    at_first = iter([found])
+    return tried_again(
+        lambda: _opened(next(at_first, None) or Found.read(Path(found.folder)), state, settings)
+    )
+
+
 def _opened(
     found: Found, state: State | None, settings: dict[str, Any]
 ) -> tuple[State, str | None]:
-    """The state at the last delta of ``found`` that is whole, and what is wrong with the next."""
+    """The state at the last intact delta of ``found``, and what is wrong with the next."""
     problem = None if found.problem is None else str(found.problem)
     if state is not None and found.links[0].id == state.base:
         common = min(len(found.links), len(state.links))
@@ -180,6 +201,8 @@ def _opened(
         links = found.links[: len(state.links) + 1]
         try:
             tables = {name: table.advanced(links) for name, table in state.tables.items()}
+        except ReplacedCheckpointError:
+            raise
         except CheckpointError as error:
             return state, str(error)
         state = _made(found.folder, links, tables)
@@ -188,13 +211,7 @@ def _opened(
 
 def _at_base(found: Found, settings: dict[str, Any]) -> State:
     base = found.links[0]
-    tables = {}
-    for path, collection in base.manifest.collections.items():
-        for name in collection.tables:
-            table = ServingTable(base.path, name, collection=path, **settings)
-            tables[f"{path}.{name}"] = table
-    if any(table.checkpoint_id != base.id for table in tables.values()):
-        raise CheckpointError(f"{base.path} was replaced while it was opened")
+    tables = open_tables(base.path, base.id, settings)
     return _made(found.folder, found.links[:1], tables)
 
 
