@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import enum
 import math
+import os
+import re
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -24,9 +26,15 @@ __all__ = [
     "InsertionError",
     "InvalidArgumentError",
     "OutOfMemoryError",
+    "ReplacedCheckpointError",
     "StoreError",
     "UsageError",
 ]
+
+#: What stands before ``://`` in a URL; :func:`check_path` takes ``scheme:/`` for one too, but for
+#: a single letter, which is a drive.
+SCHEME = r"[A-Za-z][A-Za-z0-9+._\-]*"
+_URL = re.compile(rf"({SCHEME})://|({SCHEME})(?<=..):/", re.DOTALL)
 
 EnumT = TypeVar("EnumT", bound=enum.Enum)
 
@@ -70,6 +78,11 @@ class CheckpointError(DynamicEmbError, RuntimeError):
 
 class CorruptCheckpointError(CheckpointError):
     """The files are not what was written: damaged, incomplete, or not one checkpoint."""
+
+
+class ReplacedCheckpointError(CheckpointError):
+    """A checkpoint was replaced or removed while it was opened or read. Nothing is damaged: opening
+    it again gives the checkpoint that is there now."""
 
 
 class StoreError(DynamicEmbError, OSError):
@@ -169,6 +182,22 @@ def check_number(
     ):
         raise wrong_value(name, value, allowed)
     return result
+
+
+def check_path(name: str, value: object, allowed: str = "the path of a folder") -> str:
+    """``value`` as text if it is a path on this machine. ``scheme://...`` is none: no file system
+    is reached that way, and a folder of that name is never meant. (``pathlib`` makes ``scheme:/``
+    of it.)"""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise wrong_type(name, value, allowed)
+    url = _URL.match(text)
+    if url is not None:  # what follows may hold a password
+        raise InvalidArgumentError(
+            f"{name} is a URL ({url[1] or url[2]}://...); allowed: {allowed} on this machine, "
+            "without a scheme"
+        )
+    return text
 
 
 def check_enum(name: str, value: object, kind: type[EnumT]) -> EnumT:

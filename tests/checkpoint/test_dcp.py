@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dynamicemb import CheckpointError, CorruptCheckpointError, DynamicEmbedding, UsageError
+from dynamicemb import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DynamicEmbedding,
+    InvalidArgumentError,
+    UsageError,
+)
 from dynamicemb.dcp import DynamicTables, dense_state_dict
 from dynamicemb.routing import Routing
+from dynamicemb.table.content import merge, whole
 from models import Content, content, contents, make_model, train
 from processes import run_ranks
 
@@ -105,6 +113,22 @@ def test_any_number_of_ranks_to_any_other(memory_path: Path) -> None:
     assert "saved_in" in refused
 
 
+def test_merged_contents_count_their_rows() -> None:
+    """So that what is cut off later is noticed."""
+    contents = []
+    for first in (0, 100):
+        table = table_of(0, 1, "roundrobin").tables[0]
+        table.insert(torch.arange(first, first + 5), torch.ones(5, table.dim, dtype=table.dtype))
+        contents.append(whole(table, table.state_dict(), table.optimizer.kind))
+    table = table_of(0, 1, "roundrobin").tables[0]
+    merged = merge(contents)
+    table.load_state_dict(merged)
+    assert sorted(content(table)) == [*range(5), *range(100, 105)]
+    cut = {name: one if name == "meta" else one[:-1] for name, one in merged.items()}
+    with pytest.raises(InvalidArgumentError, match="has 9 ids; allowed: 10"):
+        table.load_state_dict(cut)
+
+
 def test_another_number_of_ranks_without_a_hint_is_refused(memory_path: Path) -> None:
     path = str(memory_path)
     run_ranks(2, save, 2, path, "roundrobin")
@@ -138,6 +162,30 @@ def test_damaged_entries() -> None:
         tables.load_state_dict({"rank_0": state["rank_0"][:-500]})
     with pytest.raises(CorruptCheckpointError, match="rank_0 cannot be read"):
         tables.load_state_dict({"rank_0": b"garbage"})
+    assert contents(model.emb) == before
+
+
+@pytest.mark.parametrize("name", ["ids", "embeddings", "scores", "meta"])
+@pytest.mark.parametrize("change", ["missing", "number", "short"])
+def test_an_entry_that_is_not_what_was_saved_is_corrupt(name: str, change: str) -> None:
+    model = Net()
+    train(model.emb)
+    tables = DynamicTables(model)
+    before = contents(model.emb)
+    payload = torch.load(io.BytesIO(tables.state_dict()["rank_0"]), weights_only=True)
+    content = payload["tables"][1]["content"]
+    if change == "missing":
+        del content[name]
+    elif change == "number":
+        content[name] = 5
+    elif name in ("ids", "meta"):
+        content[name] = content[name][:-1]
+    else:
+        pytest.skip("the table's own check of lengths")
+    data = io.BytesIO()
+    torch.save(payload, data)
+    with pytest.raises(CorruptCheckpointError):
+        tables.load_state_dict({"rank_0": data.getvalue()})
     assert contents(model.emb) == before
 
 

@@ -96,3 +96,28 @@ def test_a_rank_that_is_killed_leaves_the_chain_as_it_was(memory_path: Path) -> 
     assert sorted(os.listdir(path))[0] == "base"
     replica = make_model("STEP", names=("t",))
     assert apply_delta(path, replica) == 1
+
+
+def _apply_while_it_grows(rank: int, path: str) -> int:
+    """How many deltas this rank applies, of a chain that grows before rank 1 looks at it."""
+    import torch.distributed as dist
+
+    model = make_model("STEP", names=("t",))
+    alone = dist.new_group([1])
+    if rank == 1:
+        writer = make_model("STEP", names=("t",))
+        apply_delta(path, writer, pg=alone)
+        writer.tables[0].insert(torch.tensor([77]), torch.ones(1, 4))
+        dump_delta(path, writer, pg=alone)
+    applied = apply_delta(path, model)
+    dist.barrier()
+    return applied
+
+
+def test_all_ranks_apply_the_same_deltas_of_a_chain_that_grows(memory_path: Path) -> None:
+    """Rank 0 looks first, and waits for rank 1, which finds a delta more."""
+    model = make_model("STEP", names=("t",))
+    model.tables[0].insert(torch.arange(10), torch.zeros(10, 4))
+    dump_delta(memory_path, model)
+    first, second = run_ranks(2, _apply_while_it_grows, str(memory_path))
+    assert first == second

@@ -20,6 +20,7 @@ from dynamicemb import (
     InvalidArgumentError,
     UsageError,
 )
+from dynamicemb.checkpoint import exchange_formats
 from dynamicemb.exchange import Imported, export_table, import_rows, import_table
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.routing import Routing
@@ -279,3 +280,62 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=f"pip install {package}"):
         import_table(make_table(), path)
+
+
+# ---- how long a description may be ----
+
+
+def table() -> Table:
+    return make_table(max_capacity=2**15)
+
+
+def test_parquet_in_many_small_batches_is_imported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row group has a description; the writer makes few of them."""
+    source, target = table(), table()
+    source.insert(torch.arange(2000), torch.ones(2000, source.dim))
+    monkeypatch.setattr(exchange_formats, "LONGEST_HEADER", 20_000)
+    export_table(source, tmp_path / "x.parquet", batch_size=5)
+    assert pyarrow.parquet.ParquetFile(tmp_path / "x.parquet").num_row_groups == 1
+    assert import_table(target, tmp_path / "x.parquet").read == 2000
+    monkeypatch.setattr(exchange_formats, "ROW_GROUP_BYTES", 4000)
+    export_table(source, tmp_path / "y.parquet", batch_size=5)
+    assert pyarrow.parquet.ParquetFile(tmp_path / "y.parquet").num_row_groups > 5
+    assert import_table(table(), tmp_path / "y.parquet").read == 2000
+
+
+def test_a_long_description_is_read_if_the_file_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide files of other tools, with many row groups; a sparse file is not large."""
+    count, columns = 20_000, 60
+    more = {f"c{i}": pyarrow.array(np.random.default_rng(i).random(count)) for i in range(columns)}
+    rows = pyarrow.FixedSizeListArray.from_arrays(np.ones(4 * count, np.float32), 4)
+    wide = pyarrow.table({"ids": pyarrow.array(range(count)), "embeddings": rows, **more})
+    path = tmp_path / "wide.parquet"
+    pyarrow.parquet.write_table(wide, path, row_group_size=2000)
+    footer = int.from_bytes(path.read_bytes()[-8:-4], "little")
+    monkeypatch.setattr(exchange_formats, "LONGEST_HEADER", footer // 2)
+    monkeypatch.setattr(exchange_formats, "BYTES_PER_HEADER_BYTE", 64)
+    assert import_table(table(), path).read == count
+    monkeypatch.setattr(exchange_formats, "BYTES_PER_HEADER_BYTE", 2**30)
+    with pytest.raises(InvalidArgumentError, match="its header has .* allowed: at most"):
+        import_table(table(), path)
+
+
+def test_parquet_that_is_nested_too_deep_is_refused_with_the_reason(tmp_path: Path) -> None:
+    kind = pyarrow.int64()
+    for _ in range(400):
+        kind = pyarrow.list_(kind)
+    schema = pyarrow.schema([("ids", pyarrow.int64()), ("embeddings", kind)])
+    pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "x.parquet")
+    with pytest.raises(InvalidArgumentError, match="cannot be read: .*nested"):
+        import_table(table(), tmp_path / "x.parquet")
+
+
+def test_an_array_of_numpy_with_a_long_header_is_no_column(tmp_path: Path) -> None:
+    odd = np.zeros(3, dtype=[(f"field{i}", np.int64) for i in range(100)])
+    rows = np.ones((5, 4), np.float32)
+    np.savez(tmp_path / "x.npz", odd=odd, ids=np.arange(5), embeddings=rows)
+    assert import_table(table(), tmp_path / "x.npz").read == 5

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import FailingSystem, ShortWrites
 
 from dynamicemb import CorruptCheckpointError, InvalidArgumentError
-from dynamicemb.checkpoint.files import Directory, replaced_system
+from dynamicemb.checkpoint.files import Directory, System, replaced_system
 
 
 def test_write_and_read_back(tmp_path: Path) -> None:
@@ -112,3 +114,41 @@ def test_every_kind_of_call_can_fail(tmp_path: Path, kind: str) -> None:
         use_everything(tmp_path)
     assert raised.value.errno == errno.EIO
     assert system.failed
+
+
+class CachedNames(System):
+    """A file system over a network: it answers for a name from its cache, for ever."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, os.stat_result] = {}
+
+    def run(self, operation: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if call is not os.stat:
+            return super().run(operation, call, *args, **kwargs)
+        if args[0] not in self._known:
+            self._known[args[0]] = super().run(operation, call, *args, **kwargs)
+        return self._known[args[0]]
+
+
+def test_a_file_that_took_the_place_of_another_one_is_seen_past_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+    (tmp_path / "y").write_text("new")
+    with replaced_system(CachedNames()), Directory.open(tmp_path) as folder:
+        assert folder.exists("x")
+        with folder.read("x") as file:
+            assert folder.holds("x", file)
+            folder.rename("y", folder, "x")
+            assert not folder.holds("x", file)
+
+
+def test_what_an_entry_holds(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+    (tmp_path / "link").symlink_to("x")
+    with Directory.open(tmp_path) as folder, folder.read("x") as file:
+        assert folder.holds("none", None)
+        assert not folder.holds("x", None)
+        assert not folder.holds("none", file)
+        assert not folder.holds("link", file)
+        assert not folder.holds("link", None)
+        (tmp_path / "x").write_text("longer")
+        assert not folder.holds("x", file)

@@ -296,7 +296,7 @@ def test_damaged_files(memory_path: Path) -> None:
         ServingTable(memory_path)
     # Words that point nowhere: found by verify; without it, lookups stay inside the files.
     index.write_bytes(whole[:64] + b"\xff" * (len(whole) - 64))
-    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+    with pytest.raises(CorruptCheckpointError, match="is corrupt"):
         ServingTable(memory_path, verify=True)
     assert not ServingTable(memory_path).find(rows.ids)[0].any()
     index.write_bytes(whole)
@@ -324,7 +324,7 @@ def test_damaged_first_rows(memory_path: Path) -> None:
     words = (len(whole) - 64) // 8
     for word in (0, len(rows.ids) - 1, 2**63):  # lookups stay inside the files
         file.write_bytes(whole[:64] + struct.pack("<Q", word) * words)
-        with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        with pytest.raises(CorruptCheckpointError, match="is corrupt"):
             ServingTable(memory_path, verify=True)
         assert not ServingTable(memory_path).find(rows.ids)[0].any()
     file.write_bytes(whole[:64] + struct.pack("<QQ", 0, 2**63) * (words // 2) + whole[-8:])

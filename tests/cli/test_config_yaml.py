@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dynamicemb.cli.yaml import read_yaml, write_yaml
@@ -83,3 +85,35 @@ def test_mistakes_have_their_line(text: str, said: str) -> None:
     with pytest.raises(InvalidArgumentError, match="run.yaml") as caught:
         read_yaml(text, "run.yaml")
     assert said in str(caught.value)
+
+
+def test_equal_lists_are_written_without_aliases() -> None:
+    names = ["a", "b"]
+    values = {"dense": names, "sparse": names}
+    assert read_yaml(write_yaml(values), "f") == values
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &a [x]\nb: *a\n", r"f, line 2, column 4: \*a is an alias"),
+        ("label: x\nsparse: &a [*a]\n", r"f, line 2, column 13: \*a is an alias"),
+        ("a: " + "[" * 20_000 + "]" * 20_000, "f is nested too deep"),
+        ("a: " + "9" * 5_000, "f, line 1, column 4: an integer of 5000 digits"),
+        ("a: " + "x" * 200_000, "f has 200003 characters; allowed: at most"),
+    ],
+    ids=["alias", "itself", "deep", "long integer", "long text"],
+)
+def test_what_costs_more_than_its_length_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=said):
+        read_yaml(text, "f")
+
+
+def test_a_schema_shows_the_beginning_of_a_wrong_value(tmp_path: Path) -> None:
+    from dynamicemb.cli.training.schema import read_schema
+
+    file = tmp_path / "s.yaml"
+    file.write_text("label: x\nsparse: [" + "[a], " * 2000 + "]\n")
+    with pytest.raises(InvalidArgumentError, match="a list of column names") as raised:
+        read_schema(str(file))
+    assert len(str(raised.value)) < 400

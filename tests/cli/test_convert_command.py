@@ -131,7 +131,7 @@ def test_one_embedding_and_back(capsys: Capture, source: Path, tmp_path: Path) -
         str(tmp_path / "there"), 10_000, size_factor=3
     )
     embedding = one_embedding.MultiTableEmbedding(
-        "converted", 4, torch.float, torch.int64, None, options
+        "converted", 4, torch.float, torch.int64, None, options, resume=True
     )
     assert embedding.snapshots() == ["converted"]
     kept = embedding.tables[0].find(torch.tensor([-1]))
@@ -349,7 +349,7 @@ def test_damage_ends_it_with_nothing_made(
     flip(file_of(path, "values"), 11)
     arguments = ["convert", path, tmp_path / "t", "--to", layout, "--table=user", "--no-counter"]
     assert main([*map(str, arguments), "--no-scores"]) == 2
-    assert "is damaged in the bytes" in capsys.readouterr().err
+    assert "is corrupt in the bytes" in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 

@@ -287,3 +287,29 @@ def test_training_from_files_and_going_on_gives_the_same_numbers(
     assert "cannot be read" in capsys.readouterr().err
     assert main(["train", "--data", "x.csv"]) == 2
     assert "--data needs --schema" in capsys.readouterr().err
+
+
+def test_rows_of_a_text_column_are_found_again_by_their_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"{n % 2},{n % 20 + 150}" for n in range(400)]
+    (tmp_path / "a.csv").write_text("click,user\n" + "\n".join(lines) + "\n")
+    (tmp_path / "s.yaml").write_text("label: click\nsparse: [user]\n")
+    arguments = ["--data", str(tmp_path / "a.csv"), "--schema", str(tmp_path / "s.yaml")]
+    arguments += ["--batch-size", "100", "--capacity", "256", "--no-baseline", "--plain"]
+    assert main(["train", *arguments, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    inspect = ["inspect", str(tmp_path / "run")]
+    assert main([*inspect, "--text", "157", "--text", "169", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(one["text"], one["id"], one["found"]) for one in rows] == [
+        ("157", text_id("157"), True),
+        ("169", text_id("169"), True),
+    ]
+    assert main([*inspect, "--text", "157", "--text", "9", "--id", str(text_id("157"))]) == 1
+    said = capsys.readouterr().out
+    assert f"text '157' (id {text_id('157')}) in " in said
+    assert f"text '9' (id {text_id('9')}) has no row in " in said
+    assert said.startswith(f"id {text_id('157')} in ")
+    assert main([*inspect, "--text", "\udc80"]) == 2  # a byte that is not UTF-8
+    assert "--text is '\\udc80'; allowed: text in UTF-8" in capsys.readouterr().err

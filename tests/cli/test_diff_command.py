@@ -54,6 +54,13 @@ def test_the_same_rows_in_another_order(capsys: Capture, tmp_path: Path) -> None
     assert said(capsys, "diff", a, b).endswith("\nequal\n")
 
 
+def test_rows_that_have_no_id_in_common(capsys: Capture, tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", rows([1, 2])), write(tmp_path / "b", rows([3, 4, 5]))
+    (table,) = json_of(capsys, "diff", a, b, status=1)["tables"]
+    assert (table["rows_equal"], table["rows_changed"]) == (0, 0)
+    assert (table["only_a"], table["only_b"]) == (2, 3)
+
+
 def test_what_differs_is_counted_and_measured(capsys: Capture, tmp_path: Path) -> None:
     a = write(tmp_path / "a", rows([1, 2, 3, -4, 5, 6]))
     values = torch.tensor([[1.0], [1.5], [1.0], [0.0], [1.0]])
@@ -197,5 +204,5 @@ def test_errors(capsys: Capture, tmp_path: Path) -> None:
     assert "an id has two rows" in refused(capsys, "diff", a, twice)
     assert "an id has two rows" in refused(capsys, "diff", twice, a)
     flip(file_of(a, "values", "t"), 3)
-    assert "is damaged in" in refused(capsys, "diff", a, twice)
+    assert "is corrupt in" in refused(capsys, "diff", a, twice)
     assert "--tolerance is -1.0" in refused(capsys, "diff", a, a, "--tolerance=-1")

@@ -148,7 +148,7 @@ def test_damage_is_named(capsys: Capture, tmp_path: Path, role: str) -> None:
     assert (damage["table"], damage["offset"]) == ("model/user", 0)
     assert facts["tables"][1]["damages"] == []
     assert facts["tables"][1]["newest"]
-    assert f"damaged: {file_of(tmp_path, role)} is damaged" in said(
+    assert f"damaged: {file_of(tmp_path, role)} is corrupt" in said(
         capsys, "inspect", tmp_path, status=1
     )
 
@@ -161,7 +161,7 @@ def test_files_that_are_short_or_missing(capsys: Capture, tmp_path: Path) -> Non
     file.unlink()
     assert "is missing" in said(capsys, "inspect", tmp_path, status=1)
     flip(tmp_path / "dynamicemb_manifest.json", 200)
-    assert "damaged" in refused(capsys, "inspect", tmp_path)
+    assert "is corrupt" in refused(capsys, "inspect", tmp_path)
 
 
 def test_a_chain_of_deltas(capsys: Capture, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_every_damaged_block_is_named(capsys: Capture, tmp_path: Path) -> None:
     found = damages(capsys, tmp_path)
     assert [one["offset"] for one in found] == [0, 2 * block]
     text = said(capsys, "verify", tmp_path, status=1)
-    assert f"damaged in the bytes {2 * block} to " in text
+    assert f"corrupt in the bytes {2 * block} to " in text
 
 
 def test_short_long_and_missing_files(capsys: Capture, copy: Path) -> None:
@@ -109,7 +109,7 @@ def test_one_bad_path_of_several(capsys: Capture, whole: Path, copy: Path) -> No
     lines = said(capsys, "verify", whole, copy, status=1).splitlines()
     assert lines[0].startswith(f"{whole}: ok")
     assert lines[1].startswith(f"{copy}: damaged")
-    assert lines[2].startswith(f"  table model/user: {file_of(copy, 'keys')} is damaged in")
+    assert lines[2].startswith(f"  table model/user: {file_of(copy, 'keys')} is corrupt in")
 
 
 def write_with(path: Path, ids: list[int], **changes: object) -> None:

@@ -207,6 +207,6 @@ class BlockReader:
         if found == self._entry.checksums[number]:
             return None
         return (
-            f"{self._file.name} is damaged in the bytes {offset} to {offset + len(block)}: their "
+            f"{self._file.name} is corrupt in the bytes {offset} to {offset + len(block)}: their "
             f"checksum is {found:016x}, not {self._entry.checksums[number]:016x}"
         )

@@ -19,12 +19,25 @@ from torch import nn
 
 from dynamicemb.checkpoint.dump import routing_of
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.errors import CheckpointError, CorruptCheckpointError, UsageError, wrong_type
-from dynamicemb.nn.discovery import find_collections, tables_of, walk_collections
+from dynamicemb.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    UsageError,
+    check_path,
+    wrong_type,
+)
+from dynamicemb.nn.discovery import (
+    accept_replaced,
+    check_written,
+    find_collections,
+    tables_of,
+    walk_collections,
+)
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.routing import Routing
 from dynamicemb.table import Table
-from dynamicemb.table.content import NAMES, optimizer_kind
+from dynamicemb.table.content import NAMES, merge, optimizer_kind, whole
 
 _VERSION = 1
 #: Parts of names that wrappers add.
@@ -82,6 +95,7 @@ class DynamicTables:
         each entry that a load needs."""
         if self._loading:
             return {f"rank_{rank}": b"" for rank in self._wanted()}
+        check_written(module for _, _, module, _ in self._tables())
         payload = {
             "version": _VERSION,
             "world_size": self._ranks.size,
@@ -107,6 +121,7 @@ class DynamicTables:
         self._ranks.together(lambda: contents.extend(self._contents(state_dict)))
         for (_, _, module, table), content in zip(self._tables(), contents, strict=True):
             module.load_table(table, content)
+        accept_replaced((module, table) for _, _, module, table in self._tables())
 
     def _contents(self, state_dict: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         """What each table is to hold."""
@@ -130,7 +145,8 @@ class DynamicTables:
                     f"ids of table {name!r} were spread by {saved[0].routing}, and now are by "
                     f"{routing}; allowed: the same, or DynamicTables(model, saved_in=path)"
                 )
-            content = _merge(saved, routing, self._ranks)
+            _check_complete(table, saved)
+            content = _merge(table, saved, routing, self._ranks)
             kind = table.optimizer.kind if module.fused else optimizer_kind(content)
             content = {key: one.to(table.device) for key, one in content.items()}
             table.check_state_dict(content, kind)
@@ -188,7 +204,9 @@ def _saved_by(saved_in: Any, name: str) -> int:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.storage import StorageReader
 
-    reader = saved_in if isinstance(saved_in, StorageReader) else FileSystemReader(saved_in)
+    reader = saved_in
+    if not isinstance(saved_in, StorageReader):
+        reader = FileSystemReader(check_path("saved_in", saved_in, "a folder, or a StorageReader"))
     pattern = re.compile(re.escape(name) + r"\.rank_(\d+)")
     ranks = {
         int(matched[1])
@@ -211,33 +229,53 @@ def _decode(value: Any, key: str) -> tuple[int, _Payload]:
         payload = torch.load(io.BytesIO(value), weights_only=True)
         if payload["version"] != _VERSION:
             raise CorruptCheckpointError(f"{key} has version {payload['version']!r}")
-        tables = {
+        saved = {
             (one["collection"], one["name"]): _Saved(
-                {name: one["content"][name] for name in NAMES},
+                {name: part for name, part in one["content"].items() if name in NAMES},
                 None if one["routing"] is None else Routing(**one["routing"]),
             )
             for one in payload["tables"]
         }
-        return int(payload["world_size"]), tables
+        for one in saved.values():
+            optimizer_kind(one.content)  # its numbers make sense
+            for name, part in one.content.items():
+                if not isinstance(part, torch.Tensor):
+                    raise wrong_type(name, part, "a tensor")
+        return int(payload["world_size"]), saved
     except CorruptCheckpointError:
         raise
-    except Exception as error:  # whatever a damaged entry makes torch.load raise
+    except Exception as error:  # whatever a corrupt entry makes torch.load raise
         raise CorruptCheckpointError(f"{key} cannot be read: {error}") from error
 
 
+def _check_complete(table: Table, saved: Sequence[_Saved]) -> None:
+    """A tensor that is missing, or of another length than was saved, is corrupt; one that does not
+    fit the table is a mistake of the caller."""
+    for one in saved:
+        try:
+            whole(table, one.content, optimizer_kind(one.content))
+        except InvalidArgumentError as error:
+            raise CorruptCheckpointError(str(error)) from error
+
+
 def _merge(
-    saved: Sequence[_Saved], routing: Routing | None, ranks: Ranks
+    table: Table, saved: Sequence[_Saved], routing: Routing | None, ranks: Ranks
 ) -> dict[str, torch.Tensor]:
     """What this rank takes of the tables that several ranks saved."""
     if len(saved) == 1:
         return saved[0].content
     if routing is None and all(one.routing is None for one in saved):
         return saved[min(ranks.rank, len(saved) - 1)].content  # each rank has a table of its own
-    content = {name: torch.cat([one.content[name] for one in saved]) for name in NAMES[:-1]}
-    content["meta"] = max((one.content["meta"] for one in saved), key=lambda meta: meta.tolist())
+    contents = [whole(table, one.content, optimizer_kind(one.content)) for one in saved]
     if routing is not None:
-        mine = routing.owned(content["ids"])
-        counted = routing.owned(content["counter_ids"])
-        for name in NAMES[:-1]:
-            content[name] = content[name][counted if name.startswith("counter") else mine]
-    return content
+        contents = [_owned(content, routing) for content in contents]
+    return merge(contents)
+
+
+def _owned(content: Mapping[str, torch.Tensor], routing: Routing) -> dict[str, torch.Tensor]:
+    """The rows and counts of the ids that this rank owns."""
+    rows, counts = routing.owned(content["ids"]), routing.owned(content["counter_ids"])
+    owned = {
+        name: content[name][counts if name.startswith("counter") else rows] for name in NAMES[:-1]
+    }
+    return {**owned, "meta": content["meta"]}

@@ -19,17 +19,18 @@ from dynamicemb.checkpoint.chain import (
     delta_name,
     read_chain,
 )
-from dynamicemb.checkpoint.dump import DumpFlags, TableNames, checked_path, table_source
+from dynamicemb.checkpoint.dump import DumpFlags, TableNames, table_source
 from dynamicemb.checkpoint.files import Directory
 from dynamicemb.checkpoint.legacy import Chosen
 from dynamicemb.checkpoint.load import Loading
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME
 from dynamicemb.checkpoint.plan import Wishes
 from dynamicemb.checkpoint.ranks import Ranks
+from dynamicemb.checkpoint.replaced import tried_again
 from dynamicemb.checkpoint.serving import ServingTable
 from dynamicemb.checkpoint.target import Target, naming
 from dynamicemb.checkpoint.writer import TableSource, write_checkpoint
-from dynamicemb.errors import CheckpointError, UsageError, wrong_type
+from dynamicemb.errors import CheckpointError, UsageError, check_path, wrong_type
 from dynamicemb.nn.discovery import find_collections, select_tables
 from dynamicemb.table import Table
 
@@ -94,7 +95,7 @@ def dump_delta(
         CheckpointError: as ``DynamicEmbDump``.
     """
     ranks = Ranks(pg)
-    path = checked_path(path)
+    path = check_path("path", path)
     links = ranks.first(lambda: _links(path))
     everything = _tables(model, table_names if not links else None)
     if not links:
@@ -129,31 +130,19 @@ def apply_delta(
 
     The order of the chain and every checksum of what will be applied are checked, on all ranks,
     before the first row changes. Raises ``CheckpointError`` or ``CorruptCheckpointError`` if a
-    delta is missing, doubled, moved or damaged, with the tables as they were.
+    delta is missing, doubled, moved or corrupt, with the tables as they were.
     """
     if isinstance(target, ServingTable):
         return target.apply_delta(path)
     ranks = Ranks(pg)
-    path = checked_path(path)
+    path = check_path("path", path)
     everything = _tables(target, None)
-    links: list[ChainLink] = []
-    ranks.together(lambda: links.extend(read_chain(path)))
-    wanted = {
-        (where, name) for where, one in links[0].manifest.collections.items() for name in one.tables
-    }
-    chosen = [one for one in everything if (one.collection, one.table.name) in wanted]
-    if not chosen:
-        raise CheckpointError(f"the model has none of the tables of the chain in {path!r}")
-    base = links[0].id
-    begin = min(
-        ranks.together(lambda: (min(_first_new(one.table, links) for one in chosen), links[-1].id))
-    )[0]
-    if begin == len(links):
-        return 0
-    loadings = [Loading(link.path, ranks, _wishes(link, links), progress) for link in links[begin:]]
+    loadings: list[Loading] = []
     try:
-        for loading in loadings:
-            loading.plan(chosen, explicit=True)
+        links, chosen = tried_again(lambda: _opened(path, everything, ranks, progress, loadings))
+        if not loadings:
+            return 0
+        base = links[0].id
         for loading in loadings:
             loading.verify()
         for one in chosen:  # until all is applied, the tables stand on no chain
@@ -169,6 +158,34 @@ def apply_delta(
                 one.table, base, _Position(len(links) - 1, links[-1].id, one.table.mark_changes())
             )
     return len(loadings)
+
+
+def _opened(
+    path: str,
+    everything: Sequence[Chosen],
+    ranks: Ranks,
+    progress: bool | None,
+    loadings: list[Loading],
+) -> tuple[list[ChainLink], list[Chosen]]:
+    """The chain, the tables of it, and into ``loadings`` the part of it that they do not have,
+    open."""
+    for loading in loadings:  # of an attempt before
+        loading.close()
+    loadings.clear()
+    # One rank reads it for all: a writer may add a delta between two looks.
+    links = ranks.first(lambda: read_chain(path))
+    wanted = {
+        (where, name) for where, one in links[0].manifest.collections.items() for name in one.tables
+    }
+    chosen = [one for one in everything if (one.collection, one.table.name) in wanted]
+    if not chosen:
+        raise CheckpointError(f"the model has none of the tables of the chain in {path!r}")
+    begin = min(ranks.together(lambda: min(_first_new(one.table, links) for one in chosen)))
+    for link in links[begin:]:
+        loading = Loading(link.path, ranks, _wishes(link, links), progress, link.id)
+        loadings.append(loading)
+        loading.plan(chosen, explicit=True)
+    return links, chosen
 
 
 def _wishes(link: ChainLink, links: Sequence[ChainLink]) -> Wishes:

@@ -18,7 +18,7 @@ from dynamicemb.checkpoint.opt_args import opt_args_json, options_json
 from dynamicemb.checkpoint.ranks import Ranks, background_group
 from dynamicemb.checkpoint.scores import uses_clock
 from dynamicemb.checkpoint.writer import TableSource, write_checkpoint
-from dynamicemb.errors import check_bool, wrong_type
+from dynamicemb.errors import check_bool, check_path
 from dynamicemb.nn.discovery import find_collections, select_tables
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.optimizers import Optimizer
@@ -75,7 +75,7 @@ def DynamicEmbDump(
     if chosen is None:
         return
     write_checkpoint(
-        checked_path(path),
+        check_path("path", path),
         [table_source(path_, module, table, flags) for path_, module, table in chosen],
         Ranks(pg),
         allow_overwrite=check_bool("allow_overwrite", allow_overwrite),
@@ -128,7 +128,7 @@ def dump_async(
     flags = DumpFlags(optim, counter, scores, compact, serving_index)
     chosen = _chosen(model, table_names)
     allow_overwrite = check_bool("allow_overwrite", allow_overwrite)
-    target = checked_path(path)
+    target = check_path("path", path)
     if chosen is None:
         return DumpHandle(target, None)
     ranks = Ranks(pg)
@@ -161,16 +161,6 @@ class DumpFlags:
         self.scores = check_bool("scores", scores)
         self.compact = check_bool("compact", compact)
         self.serving_index = check_bool("serving_index", serving_index)
-
-
-def checked_path(path: Any) -> str:
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise wrong_type("path", path, "the path of a folder")
-    return text
 
 
 def _chosen(
@@ -216,6 +206,7 @@ def table_source(
 ) -> TableSource:
     """The table as this rank writes it; for a delta, the rows that changed since a mark and the ids
     that were removed."""
+    module.check_written()
     flush = getattr(module, "flush", None)
     if callable(flush):
         flush()

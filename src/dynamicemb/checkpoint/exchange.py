@@ -21,15 +21,17 @@ import torch
 from torch import nn
 
 from dynamicemb.checkpoint.exchange_formats import FORMATS, Array, Reader
+from dynamicemb.checkpoint.json_object import parsed
 from dynamicemb.checkpoint.scores import strategy_names
 from dynamicemb.errors import (
     InvalidArgumentError,
     check_choice,
     check_integer,
+    check_path,
     wrong_type,
     wrong_value,
 )
-from dynamicemb.nn.discovery import find_collections, tables_of
+from dynamicemb.nn.discovery import check_written, find_collections, tables_of
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import BATCH_SIZE_PER_DUMP, ScoreStrategy
 from dynamicemb.routing import Routing
@@ -89,7 +91,14 @@ def export_table(
     lost. Needs the ``safetensors`` or ``pyarrow`` package for these formats.
     """
     table, _ = _find_table(source, table_name)
-    path = Path(path)
+    if isinstance(source, nn.Module):
+        check_written(
+            module
+            for modules in find_collections(source).values()
+            for module in modules
+            if table in module.tables
+        )
+    path = Path(check_path("path", path, "the path of a file"))
     writer = FORMATS[_format_of(path, format)]
     batch_size = check_integer("batch_size", batch_size, minimum=1)
     count = len(table)
@@ -158,7 +167,7 @@ def import_table(
             another optimizer or strategy.
     """
     table, routing = _find_table(target, table_name)
-    path = Path(path)
+    path = Path(check_path("path", path, "the path of a file"))
     kind = FORMATS[_format_of(path, format)]
     batch_size = check_integer("batch_size", batch_size, minimum=1)
     called = _checked_names(names)
@@ -265,7 +274,9 @@ def _wanted(
     for name in ("ids", "embeddings"):
         if called[name] not in reader.arrays:
             raise wrong_value(
-                f"names[{name!r}]", called[name], f"one of {path}: {', '.join(reader.arrays)}"
+                f"names[{name!r}]",
+                called[name],
+                f"one of {path}: {', '.join(list(reader.arrays)[:20])}",
             )
     wanted = ["ids", "embeddings"]
     here = _meta_of(table)
@@ -290,7 +301,7 @@ def _wanted(
 def read_meta(text: str) -> dict[str, Any]:
     """What a file says of itself; nothing if that makes no sense."""
     try:
-        meta = json.loads(text) if text else {}
+        meta = parsed(text) if text else {}
     except ValueError:
         meta = {}
     return meta if isinstance(meta, dict) else {}

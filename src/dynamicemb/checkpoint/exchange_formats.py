@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,18 @@ import torch
 
 from dynamicemb.errors import InvalidArgumentError, UsageError
 
+#: How long the description of a file's columns may be, since reading one takes up to thirty times
+#: its length in memory: LONGEST_HEADER, and one byte more for each BYTES_PER_HEADER_BYTE that the
+#: file takes on the device (a sparse file is cheap to make).
+LONGEST_HEADER = 2 * 2**20
+BYTES_PER_HEADER_BYTE = 256
+#: Bytes of the header of an array in a NumPy file, and of the headers of all of them, each with
+#: NPY_MEMBER bytes more; what has a longer one is no column.
+LONGEST_NPY_HEADER = 1000
+LONGEST_NPY_HEADERS = 2**19
+NPY_MEMBER = 64
+#: Bytes of rows that a writer of Parquet puts in one row group, at least: each costs a description.
+ROW_GROUP_BYTES = 4 * 2**20
 #: The metadata entry that holds ours.
 META_KEY = "dynamicemb"
 
@@ -65,6 +79,14 @@ def _needs(package: str, extra: str) -> UsageError:
 
 def _damaged(path: Path, error: object) -> InvalidArgumentError:
     return InvalidArgumentError(f"{path} cannot be read: {error}")
+
+
+def _check_header(path: Path, size: int) -> None:
+    status = os.stat(path)
+    on_device = min(status.st_size, 512 * status.st_blocks)
+    longest = LONGEST_HEADER + on_device // BYTES_PER_HEADER_BYTE
+    if size > longest:
+        raise _damaged(path, f"its header has {size} bytes; allowed: at most {longest}")
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -120,6 +142,8 @@ class _Safetensors(Format):
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise _needs("safetensors", "safetensors") from error
+        with open(path, "rb") as start:
+            _check_header(path, int.from_bytes(start.read(8), "little"))
         try:
             opened = safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -184,11 +208,13 @@ class _Numpy(Format):
 
     @contextlib.contextmanager
     def open(self, path: Path) -> Iterator[Reader]:
-        try:
-            archive = zipfile.ZipFile(path)
-        except zipfile.BadZipFile as error:
-            raise _damaged(path, error) from error
-        with archive:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(_ZipBytes(path))
+            try:
+                archive = stack.enter_context(zipfile.ZipFile(file))
+            except zipfile.BadZipFile as error:
+                raise _damaged(path, error) from error
+            file.opened = True
             try:
                 reader = _NumpyReader(archive, path)
             except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
@@ -196,10 +222,26 @@ class _Numpy(Format):
             yield reader
 
 
+class _ZipBytes(io.BufferedReader):
+    """The bytes of a zip file. Until it is ``opened``, the list of its members is what is read at
+    once, and must not be too long."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self._path = path
+        self.opened = False
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if not self.opened and size is not None:
+            _check_header(self._path, size)
+        return super().read(size)
+
+
 class _NumpyReader(Reader):
     def __init__(self, archive: zipfile.ZipFile, path: Path) -> None:
         self._archive = archive
         self._path = path
+        self._headers = 0  # bytes that were read of them
         self.arrays = {}
         for member in archive.namelist():
             if not member.endswith(".npy"):
@@ -212,16 +254,28 @@ class _NumpyReader(Reader):
                     self.arrays[member.removesuffix(".npy")] = array
 
     def _header(self, file: Any) -> Array | None:
-        """Shape and type of a member; ``None`` for types that no column has."""
+        """Shape and type of a member; ``None`` for what is no column."""
         try:
             version = np.lib.format.read_magic(file)
+            digits = 2 if version == (1, 0) else 4
+            size = int.from_bytes(file.peek(digits)[:digits], "little")
+            self._headers += NPY_MEMBER + min(size, LONGEST_NPY_HEADER)
+            if self._headers > LONGEST_NPY_HEADERS:
+                raise _damaged(
+                    self._path,
+                    f"the headers of its arrays have more than {LONGEST_NPY_HEADERS} bytes",
+                )
+            if size > LONGEST_NPY_HEADER:
+                return None
             read = (
                 np.lib.format.read_array_header_1_0
                 if version == (1, 0)
                 else np.lib.format.read_array_header_2_0
             )
-            shape, fortran, dtype = read(file)
-        except ValueError as error:
+            shape, fortran, dtype = read(file, max_header_size=LONGEST_NPY_HEADER)
+        except InvalidArgumentError:
+            raise
+        except (ValueError, RecursionError, MemoryError) as error:
             raise _damaged(self._path, error) from error
         types = {_numpy_type(one): one for one in _SAFETENSORS_NAMES if one != torch.bfloat16}
         if fortran or dtype.newbyteorder("<") not in types or dtype.byteorder == ">":
@@ -233,6 +287,7 @@ class _NumpyReader(Reader):
             files = {}
             for name in names:
                 files[name] = stack.enter_context(self._archive.open(f"{name}.npy"))
+                self._headers = 0
                 self._header(files[name])
             count = self.arrays[names[0]].shape[0]
             for begin in range(0, count, size):
@@ -281,9 +336,9 @@ class _Parquet(Format):
         with parquet.ParquetWriter(
             path, schema, use_dictionary=False, write_statistics=False, compression="none"
         ) as writer:
-            for batch in batches():
+            for group in _grouped(batches(), ROW_GROUP_BYTES):
                 columns = [
-                    _to_arrow(arrow, batch[name], one, schema.field(name).type)
+                    _to_arrow(arrow, group[name], one, schema.field(name).type)
                     for name, one in layout.items()
                 ]
                 writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
@@ -291,12 +346,39 @@ class _Parquet(Format):
     @contextlib.contextmanager
     def open(self, path: Path) -> Iterator[Reader]:
         arrow, parquet = self._arrow()
+        with open(path, "rb") as end:
+            end.seek(max(0, os.path.getsize(path) - 8))
+            _check_header(path, int.from_bytes(end.read(4), "little"))
         try:
             file = parquet.ParquetFile(path)
-        except arrow.ArrowInvalid as error:
+        except (arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             raise _damaged(path, error) from error
         with file:
             yield _ParquetReader(arrow, file, path)
+
+
+def _grouped(
+    batches: Iterator[dict[str, torch.Tensor]], size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """``batches``, put together until each, but for the last, has ``size`` bytes."""
+    waiting: list[dict[str, torch.Tensor]] = []
+    total = 0
+    for batch in batches:
+        waiting.append(batch)
+        total += sum(column.nbytes for column in batch.values())
+        if total >= size:
+            yield _joined(waiting)
+            waiting, total = [], 0
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    if len(batches) == 1:
+        return batches[0]
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _arrow_type(arrow: Any, array: Array) -> Any:
@@ -316,7 +398,8 @@ class _ParquetReader(Reader):
         self._arrow = arrow
         self._file = file
         self._path = path
-        self.meta = (file.schema_arrow.metadata or {}).get(META_KEY.encode(), b"").decode()
+        meta = (file.schema_arrow.metadata or {}).get(META_KEY.encode(), b"")
+        self.meta = meta.decode("utf-8", "replace")
         self.arrays = {}
         count = file.metadata.num_rows
         for field in file.schema_arrow:

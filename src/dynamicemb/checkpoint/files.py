@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
@@ -26,6 +27,11 @@ except ImportError:  # pragma: no cover
 ResultT = TypeVar("ResultT")
 Buffer = bytes | bytearray | memoryview
 
+#: Seconds that :meth:`Directory.lock` waits: ``build_serving_index`` has a folder for less.
+LOCK_WAIT = 0.2
+#: Bytes of a block of ``st_blocks``, whatever the file system's own block size is.
+_BLOCK = 512
+
 
 class System:
     """The system calls. Override :meth:`run` to see or to fail them."""
@@ -34,7 +40,7 @@ class System:
         self, operation: str, call: Callable[..., ResultT], *args: Any, **kwargs: Any
     ) -> ResultT:
         """Make one system call. ``operation``: "open", "write", "sync", "rename", "mkdir",
-        "unlink", "rmdir", "read", "stat", "list" or "lock"."""
+        "unlink", "rmdir", "read", "stat", "list", "lock" or "unlock"."""
         while True:
             try:
                 return call(*args, **kwargs)
@@ -116,12 +122,23 @@ class WriteFile(_Open):
         _system.run("sync", os.fsync, self.fileno())
 
 
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """What tells a file from another one and from what it was before it was written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class ReadFile(_Open):
     """A regular file that is read at any place."""
 
-    def __init__(self, descriptor: int, name: str, size: int) -> None:
+    def __init__(self, descriptor: int, name: str, status: os.stat_result) -> None:
         super().__init__(descriptor, name)
-        self.size = size
+        self.size = status.st_size
+        self.identity = _identity(status)
+        self._status = status
+
+    def again(self) -> ReadFile:
+        """The same file, open a second time."""
+        return ReadFile(os.dup(self.fileno()), self.name, self._status)
 
     def read_at(self, offset: int, buffer: bytearray | memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on. A file that ends before is a
@@ -142,7 +159,7 @@ class ReadFile(_Open):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def read_all(self, limit: int) -> bytes:
+    def read_all(self, limit: int) -> bytearray:
         """The whole file, if it has at most ``limit`` bytes."""
         if self.size > limit:
             raise CorruptCheckpointError(
@@ -150,7 +167,7 @@ class ReadFile(_Open):
             )
         data = bytearray(self.size)
         self.read_at(0, data)
-        return bytes(data)
+        return data
 
 
 class Directory(_Open):
@@ -203,16 +220,14 @@ class Directory(_Open):
                     f"{self._path(name)} is a symbolic link; allowed: a regular file"
                 ) from error
             raise
-        file = ReadFile(descriptor, self._path(name), 0)
         try:
             status = _system.run("stat", os.fstat, descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise CorruptCheckpointError(f"{file.name} is no regular file")
+                raise CorruptCheckpointError(f"{self._path(name)} is no regular file")
         except BaseException:
-            file.close()
+            os.close(descriptor)
             raise
-        file.size = status.st_size
-        return file
+        return ReadFile(descriptor, self._path(name), status)
 
     def list(self) -> list[str]:
         """The names of the entries, sorted."""
@@ -227,10 +242,39 @@ class Directory(_Open):
         """Whether there is an entry ``name``, of any kind."""
         return self._status(name) is not None
 
+    def holds(self, name: str, file: ReadFile | None) -> bool:
+        """Whether the entry ``name`` is still ``file`` as it was opened; ``None``: still nothing.
+        As long as ``file`` is open, no other file can be taken for it. The entry is opened: a file
+        system over a network may answer for a name alone from its cache."""
+        try:
+            with self.read(name) as present:
+                return file is not None and present.identity == file.identity
+        except FileNotFoundError:
+            return file is None
+        except CorruptCheckpointError:  # a link, or no regular file
+            return False
+
+    def is_at(self, path: str) -> bool:
+        """Whether ``path`` leads to this folder now."""
+        try:
+            there = _system.run("stat", os.stat, path)
+        except OSError:
+            return False
+        here = _system.run("stat", os.fstat, self.fileno())
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
     def size(self, name: str) -> int | None:
         """Bytes of the regular file ``name``; ``None`` if there is none."""
         status = self._status(name)
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+    def allocated(self, name: str) -> tuple[int, int]:
+        """(length, bytes on the device) of the regular file ``name``; zeros if there is none. A
+        sparse or compressed file takes less than its length."""
+        status = self._status(name)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return 0, 0
+        return status.st_size, _BLOCK * status.st_blocks
 
     def _status(self, name: str) -> os.stat_result | None:
         """Of the entry itself, not of what a link leads to."""
@@ -279,19 +323,31 @@ class Directory(_Open):
         _system.run("sync", os.fsync, self.fileno())
 
     def lock(self) -> bool:
-        """Take the folder for this process until it is closed; False if another one has it. True
-        without a lock where the file system has none."""
+        """Take the folder for this process until it is closed or unlocked; False if another one
+        still has it after :data:`LOCK_WAIT` seconds. True without a lock where the file system has
+        none."""
         if fcntl is None:  # pragma: no cover
             return True
-        try:
-            _system.run("lock", fcntl.flock, self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF):
+        until = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                _system.run("lock", fcntl.flock, self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(0.001)
+            except OSError as error:
+                if error.errno in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF):
+                    return True
+                raise
+            else:
                 return True
-            raise
-        return True
+
+    def unlock(self) -> None:
+        """Give up what :meth:`lock` took."""
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # of a file system without locks
+                _system.run("unlock", fcntl.flock, self.fileno(), fcntl.LOCK_UN)
 
 
 def _make_path(path: str) -> None:

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from dynamicemb.errors import ArgumentTypeError, InvalidArgumentError, wrong_type, wrong_value
-from dynamicemb.nn.discovery import find_collections, resolve_collection, tables_of
+from dynamicemb.nn.discovery import (
+    check_written,
+    find_collections,
+    resolve_collection,
+    tables_of,
+)
 from dynamicemb.nn.incremental import current_scores, dump_increment
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.table import Table
@@ -75,6 +80,7 @@ def incremental_dump(
     scores: Scores = {}
     gone: RemovedIds = {}
     for path, tables in chosen.items():
+        check_written(module for module, _ in tables.values())
         rows[path], scores[path], gone[path] = {}, {}, {}
         for group, part in _by_group(tables, pg):
             increment = dump_increment(part, thresholds[path], group=group, removed=removed)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from dynamicemb.errors import CorruptCheckpointError
+
+#: Bytes of JSON in files that hold little; it takes up to thirty times as many to read it.
+SMALL = 2**20
 
 
 class JsonObject:
@@ -73,7 +78,27 @@ class JsonObject:
         )
 
 
+def parsed(data: bytes | bytearray | str, limit: int = SMALL) -> Any:
+    """What JSON of at most ``limit`` bytes says. Raises ``ValueError`` if it is none."""
+    if len(data) > limit:
+        raise ValueError(f"it has {len(data)} bytes; allowed: at most {limit}")
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+class _Short(reprlib.Repr):
+    """Looks at the beginning of a value alone, however long or deep it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxlist = self.maxdict = self.maxtuple = 20
+        self.maxstring = self.maxother = self.maxlong = 100
+
+
 def shortened(value: object) -> str:
     """``value`` for an error: at most a hundred characters."""
-    text = repr(value)
+    text = _Short().repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

@@ -8,7 +8,7 @@ and ``<table>_scores``.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,10 @@ import torch
 from dynamicemb.checkpoint.blocks import BlockReader
 from dynamicemb.checkpoint.dump import routing_of
 from dynamicemb.checkpoint.files import Directory, ReadFile
+from dynamicemb.checkpoint.json_object import SMALL, parsed, shortened
 from dynamicemb.checkpoint.manifest import (
     BLOCK_BYTES,
+    MANIFEST_NAME,
     CollectionEntry,
     FileEntry,
     Manifest,
@@ -31,16 +33,20 @@ from dynamicemb.checkpoint.manifest import (
 from dynamicemb.checkpoint.names import ROLES, escape, file_name, opt_args_name
 from dynamicemb.checkpoint.opt_args import evict_strategy_text, optimizer_from_json
 from dynamicemb.checkpoint.reader import BATCH_BYTES, CheckpointReader, StoredRows
+from dynamicemb.checkpoint.replaced import was_replaced
 from dynamicemb.checkpoint.scores import strategy_names
-from dynamicemb.checkpoint.target import naming
-from dynamicemb.errors import CorruptCheckpointError, InvalidArgumentError
+from dynamicemb.checkpoint.target import naming, open_manifest
+from dynamicemb.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ReplacedCheckpointError,
+)
 from dynamicemb.nn.module import DynamicModule
 from dynamicemb.optimizers import Optimizer
 from dynamicemb.options import ScoreStrategy
 from dynamicemb.routing import Routing
 from dynamicemb.table import Progress, Table
-
-_MAX_JSON_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Expected:
 def open_legacy(path: str, chosen: Sequence[Chosen]) -> LegacyReader | None:
     """A reader of what ``path`` has of the chosen tables; ``None`` if that is nothing."""
     reader = open_expected(path, [Expected.of(one) for one in chosen])
+    check_no_manifest(path, reader)
     if reader is not None:
         warnings.warn(
             f"the checkpoint in {path!r} is of an older layout, without checksums: damage to its "
@@ -95,21 +102,58 @@ def open_legacy(path: str, chosen: Sequence[Chosen]) -> LegacyReader | None:
     return reader
 
 
+def check_no_manifest(path: str, reader: LegacyReader | None) -> None:
+    """Raise ``ReplacedCheckpointError``, with ``reader`` closed, if the folder ``path``, which had
+    no manifest before ``reader`` was opened, has got one."""
+    if os.path.lexists(os.path.join(path, MANIFEST_NAME)):
+        if reader is not None:
+            reader.close()
+        raise was_replaced(path)
+
+
 def open_expected(path: str, tables: Sequence[Expected]) -> LegacyReader | None:
-    """A reader of what ``path`` has of the tables; ``None`` if that is nothing."""
-    with naming("reading", path):
+    """A reader of what ``path``, a folder that was seen a moment ago, has of the tables; ``None``
+    if that is nothing."""
+    try:
         folder = Directory.open(path)
-    reader = None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise was_replaced(path) from error
+    except OSError as error:
+        raise CheckpointError(f"reading {path!r} failed: {error}") from error
+    marker = reader = None
     try:
         with naming("reading", path):
-            reader = _find(folder, tables)
+            marker = open_manifest(folder)  # mostly there is none; a dump may write one meanwhile
+            reader = _find(folder, tables, marker)
+            if reader is None:
+                _check_in_force(folder, marker, path)
+    except ReplacedCheckpointError:
+        raise
+    except (CheckpointError, InvalidArgumentError) as error:
+        _check_in_force(folder, marker, path, error)
+        raise
     finally:
         if reader is None:
+            if marker is not None:
+                marker.close()
             folder.close()
     return reader
 
 
-def _find(folder: Directory, chosen: Sequence[Expected]) -> LegacyReader | None:
+def _check_in_force(
+    folder: Directory, marker: ReadFile | None, path: str, error: Exception | None = None
+) -> None:
+    """Raise ``ReplacedCheckpointError`` unless ``folder`` is still at ``path`` and has the manifest
+    ``marker``."""
+    with naming("reading", path):
+        if folder.holds(MANIFEST_NAME, marker) and folder.is_at(path):
+            return
+    raise was_replaced(path) from error
+
+
+def _find(
+    folder: Directory, chosen: Sequence[Expected], marker: ReadFile | None
+) -> LegacyReader | None:
     collections: dict[str, CollectionEntry] = {}
     names: dict[tuple[str, str, int, str], str] = {}
     for one in chosen:
@@ -129,7 +173,7 @@ def _find(folder: Directory, chosen: Sequence[Expected]) -> LegacyReader | None:
         return None
     size = max(len(t.shards) for c in collections.values() for t in c.tables.values())
     manifest = Manifest("", "", "", size, BLOCK_BYTES, collections)
-    return LegacyReader(folder, manifest, names)
+    return LegacyReader(folder, manifest, marker, names)
 
 
 class LegacyReader(CheckpointReader):
@@ -137,14 +181,17 @@ class LegacyReader(CheckpointReader):
     "continuous" table become whole again."""
 
     def __init__(
-        self, folder: Directory, manifest: Manifest, names: dict[tuple[str, str, int, str], str]
+        self,
+        folder: Directory,
+        manifest: Manifest,
+        marker: ReadFile | None,
+        names: dict[tuple[str, str, int, str], str],
     ) -> None:
-        super().__init__(folder, manifest)
-        self._names = names
+        super().__init__(folder, manifest, marker)
+        self._stored = names
 
-    def open_file(self, collection: str, table: TableEntry, shard: Shard, role: str) -> ReadFile:
-        name = self._names[collection, table.name, shard.rank, role]
-        return self._open(collection, name, shard.files[role])
+    def _name(self, collection: str, table: TableEntry, shard: Shard, role: str) -> str:
+        return self._stored[collection, table.name, shard.rank, role]
 
     def verify(self, *_: Any, **__: Any) -> None:
         """Nothing to compare with; lengths were checked when the files were found."""
@@ -230,11 +277,11 @@ def read_opt_args(folder: Directory, stem: str) -> dict[str, Any]:
         return {}
     with folder.read(name) as file:
         try:
-            content = json.loads(file.read_all(_MAX_JSON_BYTES))
-        except (ValueError, RecursionError) as error:
+            content = parsed(file.read_all(SMALL))
+        except ValueError as error:
             raise CorruptCheckpointError(f"{file.name} is no JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CorruptCheckpointError(f"{file.name} is {content!r}; allowed: an object")
+        raise CorruptCheckpointError(f"{file.name} is {shortened(content)}; allowed: an object")
     return content
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dynamicemb.checkpoint.blocks import BlockReader
-from dynamicemb.checkpoint.dump import TableNames, checked_path
+from dynamicemb.checkpoint.dump import TableNames
 from dynamicemb.checkpoint.fill import Filler, read_ahead
 from dynamicemb.checkpoint.index import REMOVED
 from dynamicemb.checkpoint.legacy import Chosen, open_legacy
@@ -27,11 +27,17 @@ from dynamicemb.checkpoint.plan import (
 )
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.checkpoint.reader import CheckpointReader, NoCheckpointError, StoredRows
+from dynamicemb.checkpoint.reader import (
+    OPT_ARGS,
+    CheckpointReader,
+    NoCheckpointError,
+    StoredRows,
+)
+from dynamicemb.checkpoint.replaced import tried_again
 from dynamicemb.checkpoint.scores import uses_clock
 from dynamicemb.checkpoint.threads import one_thread_for_files
-from dynamicemb.errors import CheckpointError, check_bool
-from dynamicemb.nn.discovery import find_collections, select_tables
+from dynamicemb.errors import CheckpointError, ReplacedCheckpointError, check_bool, check_path
+from dynamicemb.nn.discovery import accept_replaced, find_collections, select_tables
 from dynamicemb.optimizers import Optimizer
 
 
@@ -83,7 +89,7 @@ def DynamicEmbLoad(
     differ from those of the dump: every row goes to the rank that owns its id now. All checksums
     are compared, by all ranks, before a row of a table that has rows changes. Tables in main memory
     that are empty on every rank are filled first, each block as soon as it is compared: if one is
-    damaged, on any rank, they all become again what they were. Rows of the checkpoint overwrite
+    corrupt, on any rank, they all become again what they were. Rows of the checkpoint overwrite
     rows of the same id; other rows stay. Memory in use is a few batches.
 
     table_names: as for :func:`DynamicEmbDump`.
@@ -108,6 +114,11 @@ def DynamicEmbLoad(
     there), ``CorruptCheckpointError`` (not as it was written), ``InvalidArgumentError`` (it does
     not fit the model: other dim, other score strategy, unknown names). Should a file fail only
     after it was verified, tables that were empty are empty again, others have a part of the rows.
+
+    A dump may replace the checkpoint meanwhile: all ranks load the old one, or all the new one. If
+    it has more files than a quarter of those that a process may have open (``ulimit -n``), they are
+    not all held open, and the load raises ``ReplacedCheckpointError`` if the checkpoint is replaced
+    before they were read.
     """
     wishes = Wishes(
         optim=check_bool("optim", optim),
@@ -116,7 +127,7 @@ def DynamicEmbLoad(
         clear=check_bool("clear", clear),
     )
     check_bool("verify_first", verify_first)
-    path = checked_path(path)
+    path = check_path("path", path)
     collections = find_collections(model)
     if not collections:
         warnings.warn(
@@ -132,7 +143,8 @@ def DynamicEmbLoad(
     ]
     loading = Loading(path, Ranks(pg), wishes, progress)
     try:
-        loading.plan(chosen, explicit=table_names is not None)
+        explicit = table_names is not None
+        tried_again(lambda: loading.plan(chosen, explicit=explicit, verified=verify_first))
         if verify_first:
             loading.verify(all_files=False)
         return loading.load()
@@ -145,10 +157,19 @@ Counts = tuple[torch.Tensor, torch.Tensor]
 
 
 class Loading:
-    """The three steps of a load, each done by all ranks or by none."""
+    """The three steps of a load, each done by all ranks or by none. ``identity``: of the checkpoint
+    that is to be there; ``None``: any."""
 
-    def __init__(self, path: str, ranks: Ranks, wishes: Wishes, progress: bool | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        ranks: Ranks,
+        wishes: Wishes,
+        progress: bool | None,
+        identity: str | None = None,
+    ) -> None:
         self._path = path
+        self._identity = identity
         self._ranks = ranks
         self._wishes = wishes
         self._shown = progress if ranks.rank == 0 else False
@@ -165,15 +186,20 @@ class Loading:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+            self._reader = None
 
     # ---- first: what is where, without a look at the rows ----
 
-    def plan(self, chosen: Sequence[Chosen], *, explicit: bool) -> None:
+    def plan(self, chosen: Sequence[Chosen], *, explicit: bool, verified: bool = True) -> None:
         """Open the checkpoint and see that it fits the model. ``explicit``: every chosen table must
-        be there; else only one of them."""
+        be there; else only one of them. ``verified``: :meth:`verify` will be called. If a dump
+        replaces it meanwhile, all ranks raise what ``tried_again`` takes for that, and this can be
+        called again."""
+        self.close()
+        self._plans, self._missing = [], []
 
         def prepare() -> str:
-            self._reader = open_checkpoint(self._path, chosen)
+            self._reader = open_checkpoint(self._path, chosen, self._identity)
             if self._wishes.clock_at_end is None and "delta" in self.reader.manifest.extra:
                 raise CheckpointError(
                     f"{self._path!r} is a delta; allowed: a checkpoint, or apply_delta on the chain"
@@ -189,13 +215,20 @@ class Loading:
                     f"the checkpoint in {self._path!r} has no tables {_names(self._missing)}; it "
                     f"has {_names(self.reader.all_tables())}"
                 )
+            for plan in self._plans:
+                self.reader.hold(
+                    [(plan.chosen.collection, plan.entry.name)],
+                    [shard.rank for shard in plan.shards],
+                    skip=() if verified else _not_read(plan),
+                )
             return self.reader.manifest.id
 
         identities = self._ranks.together(prepare)
         self._checked_later = [False] * len(self._plans)
         if len(set(identities)) > 1:
-            raise CheckpointError(
-                f"the ranks see different checkpoints in {self._path!r}: {sorted(set(identities))}"
+            raise ReplacedCheckpointError(
+                f"{self._path} was replaced while it was opened: the ranks see the checkpoints "
+                f"{sorted(set(identities))}"
             )
         if self._missing:
             warnings.warn(
@@ -252,6 +285,8 @@ class Loading:
     def load(self) -> LoadReport:
         """Insert the rows, and let counters and steps go on where the dump was."""
         lost = self._fill()
+        if "delta" not in self.reader.manifest.extra:
+            accept_replaced((plan.chosen.module, plan.table) for plan in self._plans)
         tables: dict[str, dict[str, TableLoad]] = {}
         for number, plan in enumerate(self._plans):
             tables.setdefault(plan.chosen.collection, {})[plan.entry.name] = TableLoad(
@@ -296,7 +331,7 @@ class Loading:
                     self._counter(plan) if plan.counter else None for plan in self._plans
                 )
             )
-        except BaseException:  # a file that is damaged, or has become so since it was verified
+        except BaseException:  # a file is corrupt, perhaps only since it was verified
             for (table, back), empty in zip(undo, emptied, strict=True):
                 if back is not None:
                     back()
@@ -374,9 +409,14 @@ class Loading:
         return torch.cat(ids).to(device), torch.cat(counts).to(device)
 
 
-def open_checkpoint(path: str, chosen: Sequence[Chosen]) -> CheckpointReader:
+def open_checkpoint(
+    path: str, chosen: Sequence[Chosen], identity: str | None = None
+) -> CheckpointReader:
     """The checkpoint in ``path``, of this or an older layout. ``chosen``: the tables that are
-    wanted, from which what older layouts do not say is taken."""
+    wanted, from which what older layouts do not say is taken. ``identity``: of a checkpoint that
+    was seen there."""
+    if identity is not None:
+        return CheckpointReader.open_known(path, identity)
     try:
         return CheckpointReader.open(path)
     except NoCheckpointError:
@@ -384,6 +424,14 @@ def open_checkpoint(path: str, chosen: Sequence[Chosen]) -> CheckpointReader:
         if older is None:
             raise
         return older
+
+
+def _not_read(plan: Plan) -> tuple[str, ...]:
+    """The roles of a table's files that are not read where nothing is verified."""
+    read = {*plan.roles, REMOVED}
+    if plan.counter:
+        read |= {"counter_keys", "counter_frequencies"}
+    return (OPT_ARGS, *{role for one in plan.shards for role in one.files if role not in read})
 
 
 def _names(tables: Sequence[tuple[str, str]]) -> str:

@@ -26,8 +26,18 @@ STAGING_PREFIX = ".dynamicemb-"
 #: Bytes of a block: what one checksum covers. The last of a file may be shorter.
 BLOCK_BYTES = 4 * 2**20
 
+#: How long a manifest may be: FREE_BYTES, and more for each file beside it and for each 4 MiB of
+#: these, since reading one takes many times its length in memory. An empty file, or a sparse one,
+#: is cheap to make: it counts little, and bytes count up to COMPRESSION times those on the device.
+FREE_BYTES = 2**20
+BYTES_PER_FILE = 2**10
+BYTES_PER_EMPTY_FILE = 192
+BYTES_PER_BLOCK = 64
+COMPRESSION = 64
+MAX_MANIFEST_BYTES = 2**30
+#: Bytes of a manifest longer than FREE_BYTES for each of its JSON values; a dump writes 27.
+BYTES_PER_VALUE = 12
 #: What a manifest may claim.
-MAX_MANIFEST_BYTES = 2**28
 MAX_BLOCK_BYTES = 2**26
 MAX_ROWS = 2**40
 MAX_RANKS = 2**20

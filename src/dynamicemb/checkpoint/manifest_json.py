@@ -7,14 +7,16 @@ import re
 from dataclasses import asdict, fields
 from typing import Any
 
-import torch
+import numpy as np
 
 from dynamicemb import _engine
-from dynamicemb.checkpoint.json_object import JsonObject, shortened
+from dynamicemb.checkpoint.json_object import JsonObject, parsed, shortened
 from dynamicemb.checkpoint.manifest import (
+    BYTES_PER_VALUE,
     DTYPE_NAMES,
     DTYPES,
     FORMAT,
+    FREE_BYTES,
     MAX_BLOCK_BYTES,
     MAX_RANKS,
     MAX_ROWS,
@@ -46,8 +48,8 @@ _STEM = r"[A-Za-z0-9_%~-][A-Za-z0-9_%~.-]{0,199}"
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
     """XXH64 of ``data``."""
-    view = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, device="cpu")
-    return _engine.xxh64(view.data_ptr(), len(data))
+    view = np.frombuffer(data, dtype=np.uint8)
+    return _engine.xxh64(view.ctypes.data, len(view))
 
 
 # ---- to bytes ----
@@ -56,7 +58,7 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 def encode(manifest: Manifest) -> bytes:
     """The manifest's file: JSON whose first member is the checksum of the second."""
     body = json.dumps(_manifest_json(manifest), indent=1, ensure_ascii=True).encode("ascii")
-    return _HEAD % checksum(bytearray(body)) + body + _TAIL
+    return _HEAD % checksum(body) + body + _TAIL
 
 
 def _manifest_json(manifest: Manifest) -> dict[str, Any]:
@@ -71,11 +73,11 @@ def _manifest_json(manifest: Manifest) -> dict[str, Any]:
         "extra": dict(manifest.extra),
         "collections": [
             {
-                "path": one.path,
-                "folder": one.folder,
-                "tables": [_table_json(table) for table in one.tables.values()],
+                "path": collection.path,
+                "folder": collection.folder,
+                "tables": [_table_json(table) for table in collection.tables.values()],
             }
-            for one in manifest.collections.values()
+            for collection in manifest.collections.values()
         ],
     }
 
@@ -127,21 +129,38 @@ def _file_json(entry: FileEntry) -> dict[str, Any]:
 # ---- from bytes ----
 
 
-def decode(data: bytes, name: str) -> Manifest:
+def decode(data: bytes | bytearray, name: str) -> Manifest:
     """The manifest in ``data``, the content of the file ``name``. Anything that a dump would not
     have written is a ``CorruptCheckpointError``."""
-    head = len(_HEAD % 0)
-    body = data[head : len(data) - len(_TAIL)]
-    if len(data) < head + len(_TAIL) or data != _HEAD % checksum(bytearray(body)) + body + _TAIL:
-        raise CorruptCheckpointError(f"{name} is damaged: its checksum is not that of its content")
+    view, head = memoryview(data), len(_HEAD % 0)  # a long manifest is not copied
+    body = view[head : len(data) - len(_TAIL)]
+    has_ends = len(data) >= head + len(_TAIL) and view[len(data) - len(_TAIL) :] == _TAIL
+    if not has_ends or view[:head] != _HEAD % checksum(body):
+        raise CorruptCheckpointError(f"{name} is corrupt: its checksum is not that of its content")
+    check_density(data, name)
+    text = str(body, "ascii", "replace")
+    del data, view, body  # a long manifest is not in memory twice while it is parsed
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        content = parsed(text, len(text))
+    except ValueError as error:
         raise CorruptCheckpointError(f"{name} is no JSON: {error}") from error
     try:
         return _read_manifest(JsonObject(content, "manifest"))
     except DynamicEmbError as error:  # of this module, or a value that our own classes refuse
         raise CorruptCheckpointError(f"{name}: {error}") from error
+
+
+def check_density(data: bytes | bytearray, name: str) -> None:
+    """Refuse a long manifest that has more values for its length than a dump writes: each of them
+    takes up to a hundred bytes of memory."""
+    if len(data) <= FREE_BYTES:
+        return
+    values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
+    if values > len(data) // BYTES_PER_VALUE:
+        raise CorruptCheckpointError(
+            f"{name} has {values} values in {len(data)} bytes; allowed: one for each "
+            f"{BYTES_PER_VALUE} bytes"
+        )
 
 
 def _read_manifest(top: JsonObject) -> Manifest:

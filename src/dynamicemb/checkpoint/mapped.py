@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from dynamicemb import _engine
-from dynamicemb.checkpoint.files import Directory, ReadFile
+from dynamicemb.checkpoint.files import ReadFile
 from dynamicemb.checkpoint.index import (
     BUCKETS,
     HEADER_BYTES,
@@ -23,13 +24,14 @@ from dynamicemb.checkpoint.index import (
     decode_header,
 )
 from dynamicemb.checkpoint.manifest import Shard, TableEntry
-from dynamicemb.checkpoint.reader import CheckpointReader
+from dynamicemb.checkpoint.reader import OPT_ARGS, CheckpointReader
 from dynamicemb.checkpoint.target import naming
 from dynamicemb.errors import CorruptCheckpointError, wrong_value
 from dynamicemb.options import SUPPORTED_DIST_TYPES
 
 logger = logging.getLogger(__name__)
 
+_NOT_MAPPED = ("scores", "opt_values", "counter_keys", "counter_frequencies", OPT_ARGS)
 #: In the engine's order.
 _DISTRIBUTIONS = {"roundrobin": 0, "hash_roundrobin": 1, "continuous": 2}
 assert set(_DISTRIBUTIONS) == set(SUPPORTED_DIST_TYPES)
@@ -40,15 +42,19 @@ def write_index(reader: CheckpointReader, collection: str, table: TableEntry, sh
     ids, removed = _ids(reader, collection, table, shard)
     words = build_index(ids, removed, table.file(shard, "keys"))
     header = IndexHeader(INDEX, len(ids), len(removed), len(words), reader.manifest.id)
-    folder = os.path.join(reader.path, reader.manifest.collections[collection].folder)
     name = table.file(shard, INDEX)
-    with Directory.open(folder) as inside:
+    with reader.folder_of(collection, create=True) as inside:
         temporary = f"{name}.{os.getpid()}.tmp"
-        with inside.create(temporary) as file:
-            file.write(memoryview(header.encode().numpy()))  # type: ignore[arg-type]
-            file.write(memoryview(words.numpy()))  # type: ignore[arg-type]
-            file.sync()
-        inside.rename(temporary, inside, name)
+        try:
+            with inside.create(temporary) as file:
+                file.write(memoryview(header.encode().numpy()))  # type: ignore[arg-type]
+                file.write(memoryview(words.numpy()))  # type: ignore[arg-type]
+                file.sync()
+            with reader.locked():  # a dump may have put an index of the same name in its place
+                inside.rename(temporary, inside, name)
+        except BaseException:
+            inside.remove(temporary, missing_ok=True)
+            raise
         inside.sync()
 
 
@@ -73,10 +79,9 @@ def find_index(
     """The index of a shard, one that the manifest lists or one that was added; ``None`` if there is
     none for this checkpoint."""
     if INDEX in shard.files:
-        return reader.open_file(collection, table, shard, INDEX)
-    folder = os.path.join(reader.path, reader.manifest.collections[collection].folder)
+        return _listed_index(reader, reader.open_file(collection, table, shard, INDEX))
     try:
-        with Directory.open(folder) as inside:
+        with reader.folder_of(collection) as inside:
             file = inside.read(table.file(shard, INDEX))
     except OSError:
         return None
@@ -84,9 +89,25 @@ def find_index(
         if _header(file, INDEX).checkpoint == reader.manifest.id:
             return file
     except CorruptCheckpointError:
-        logger.warning("%s is damaged and not used", file.name)
+        logger.warning("%s is corrupt and not used", file.name)
     file.close()
     return None
+
+
+def _listed_index(reader: CheckpointReader, file: ReadFile) -> ReadFile:
+    """``file``, an index that the manifest lists; one of another checkpoint is corrupt."""
+    try:
+        with reader.sound():
+            written_for = _header(file, INDEX).checkpoint
+            if written_for not in ("", reader.manifest.id):
+                raise CorruptCheckpointError(
+                    f"{file.name} is an index of checkpoint {written_for!r}; allowed: "
+                    f"{reader.manifest.id!r}"
+                )
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _header(file: ReadFile, role: str) -> IndexHeader:
@@ -114,6 +135,11 @@ class _Mapped:
         self.address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
 
 
+def not_read(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The roles of files that a table with these settings has no use for."""
+    return () if settings["verify"] else _NOT_MAPPED
+
+
 class Layer:
     """One checkpoint or delta of a table, mapped."""
 
@@ -122,6 +148,7 @@ class Layer:
     ) -> None:
         self.checkpoint = reader.manifest.id
         self.entry = reader.table(collection, name)
+        reader.hold([(collection, name)], skip=not_read(settings))
         if settings["verify"]:
             reader.verify([(collection, name)])
         self._kept: list[Any] = []  # what must live as long as the addresses
@@ -182,11 +209,11 @@ class Layer:
             "build_serving_index write one",
             reader.path,
         )
-        made = build_index(
+        words_in_memory = build_index(
             *_ids(reader, collection, self.entry, shard), self.entry.file(shard, "keys")
         )
-        self._kept.append(made)
-        return {"index": made.data_ptr(), "slots": len(made)}
+        self._kept.append(words_in_memory)
+        return {"index": words_in_memory.data_ptr(), "slots": len(words_in_memory)}
 
     def _words(self, file: ReadFile, role: str, rows: int, removed: int) -> tuple[int, int]:
         """Address and number of the words of a mapped file, which is to cover so many ids."""
@@ -218,9 +245,10 @@ def _shards(entry: TableEntry, rank: int | None) -> list[Shard]:
             raise wrong_value("rank", rank, f"0 to {len(entry.shards) - 1}")
         return [entry.shards[at]]
     by_owner = {shard.owner: shard for shard in entry.shards}
-    missing = [one for one in range(entry.routing.world_size) if one not in by_owner]
+    ranks = range(entry.routing.world_size)
+    missing = [owner for owner in ranks if owner not in by_owner]
     if missing:
         raise CorruptCheckpointError(
             f"table {entry.name!r} has no shard of the ranks {missing[:10]} of its routing"
         )
-    return [by_owner[one] for one in range(entry.routing.world_size)]
+    return [by_owner[owner] for owner in ranks]

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 
 from dynamicemb.checkpoint.files import Directory
-from dynamicemb.checkpoint.legacy import Expected, LegacyReader, open_expected, read_opt_args
+from dynamicemb.checkpoint.legacy import (
+    Expected,
+    LegacyReader,
+    check_no_manifest,
+    open_expected,
+    read_opt_args,
+)
 from dynamicemb.checkpoint.names import opt_args_name, unescape
 from dynamicemb.checkpoint.opt_args import optimizer_from_json
+from dynamicemb.checkpoint.replaced import was_replaced
 from dynamicemb.checkpoint.target import naming
 from dynamicemb.errors import UsageError
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
@@ -34,9 +41,10 @@ _BY_EVICTION = {
 
 @dataclass
 class Older:
-    """The tables of a folder; ``root`` has the folders of collections. ``notes``: what was guessed,
-    or could not be used."""
+    """The tables of the folder ``path``; ``root`` has the folders of collections. ``notes``: what
+    was guessed, or could not be used."""
 
+    path: str
     root: str
     tables: list[Expected]
     notes: list[str] = field(default_factory=list)
@@ -44,7 +52,9 @@ class Older:
     def open(self) -> LegacyReader:
         """A reader of all tables."""
         reader = open_expected(self.root, self.tables)
-        assert reader is not None
+        check_no_manifest(self.path, reader)
+        if reader is None:  # its files were there a moment ago
+            raise was_replaced(self.path)
         return reader
 
 
@@ -58,7 +68,7 @@ def find_older(
         the same). num_embeddings: of "continuous" tables, whose ids are relative to blocks; a
         ``UsageError`` if it is needed and missing.
     """
-    found = Older(path, [])
+    found = Older(path, path, [])
     looked_for = _Looked(found, strategy, num_embeddings)
     with naming("reading", path), Directory.open(path) as folder:
         for name in folder.list():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dynamicemb.errors import CorruptCheckpointError, DynamicEmbError
-from dynamicemb.optimizers import EmbOptimType, Optimizer, OptimizerArgs, OptimizerKind
+from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.options import (
     DynamicEmbEvictStrategy,
     DynamicEmbInitializerArgs,
@@ -19,15 +19,16 @@ from dynamicemb.options import (
     get_evict_strategy,
 )
 
+#: By fbgemm's values, and ours.
 _TYPE_OF_KIND = {
-    OptimizerKind.SGD: EmbOptimType.SGD,
-    OptimizerKind.MOMENTUM: EmbOptimType.MOMENTUM_SGD,
-    OptimizerKind.ADAM: EmbOptimType.ADAM,
-    OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
-    OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    OptimizerKind.PARTIAL_ROWWISE_ADAM: EmbOptimType.PARTIAL_ROWWISE_ADAM,
-    OptimizerKind.FTRL: EmbOptimType.FTRL,
-    OptimizerKind.SMART_DECAY_ADAM: EmbOptimType.SMART_DECAY_ADAM,
+    OptimizerKind.SGD: "sgd",
+    OptimizerKind.MOMENTUM: "momentum_sgd",
+    OptimizerKind.ADAM: "adam",
+    OptimizerKind.ADAGRAD: "exact_adagrad",
+    OptimizerKind.ROWWISE_ADAGRAD: "exact_row_wise_adagrad",
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: "partial_row_wise_adam",
+    OptimizerKind.FTRL: "ftrl",
+    OptimizerKind.SMART_DECAY_ADAM: "smart_decay_adam",
 }
 _ADAM = ("beta1", "beta2", "eps", "weight_decay")
 _ADAGRAD = ("eps", "initial_accumulator_value")
@@ -66,7 +67,7 @@ def opt_args_json(
     """The content of ``<table>_opt_args.json``."""
     args = asdict(optimizer.args)
     content: dict[str, Any] = {
-        "opt_type": _TYPE_OF_KIND[optimizer.kind].value,
+        "opt_type": _TYPE_OF_KIND[optimizer.kind],
         "lr": args["learning_rate"],
     }
     if optimizer.kind in _COUNTS_ITERATIONS:
@@ -86,7 +87,7 @@ def evict_strategy_text(strategy: ScoreStrategy) -> str:
 
 def optimizer_from_json(content: Mapping[str, Any], where: str) -> Optimizer:
     """The optimizer of a ``<table>_opt_args.json``; numbers it does not have are the defaults."""
-    kinds = {one.value: kind for kind, one in _TYPE_OF_KIND.items()}
+    kinds = {one: kind for kind, one in _TYPE_OF_KIND.items()}
     name = content.get("opt_type")
     if name not in kinds:
         raise CorruptCheckpointError(

@@ -10,7 +10,7 @@ from torch import nn
 
 from dynamicemb.checkpoint.dump import TableNames
 from dynamicemb.errors import UsageError, check_integer, wrong_type, wrong_value
-from dynamicemb.nn.discovery import find_collections, select_tables
+from dynamicemb.nn.discovery import check_written, find_collections, select_tables
 from dynamicemb.options import BATCH_SIZE_PER_DUMP
 from dynamicemb.table import Table
 from dynamicemb.tiers.remote.open import open_rows
@@ -43,9 +43,11 @@ def publish(url: str, model: nn.Module, table_names: TableNames = None) -> Publi
     """
     if not isinstance(model, nn.Module):
         raise wrong_type("model", model, "a torch.nn.Module")
+    selected = select_tables(find_collections(model), table_names)
+    check_written(module for tables in selected.values() for module, _ in tables.values())
     chosen = [
         (f"{path}.{name}", table)
-        for path, tables in select_tables(find_collections(model), table_names).items()
+        for path, tables in selected.items()
         for name, (_, table) in tables.items()
     ]
     if not chosen:
@@ -79,7 +81,7 @@ class PublishedTable(nn.Module):
     Args:
         url: of the server.
         name: ``PATH.TABLE``, as :func:`publish` names it.
-        dim, dtype: of the rows. Rows of another kind are a CorruptStoreError.
+        dim, dtype: of the rows. Rows of another kind are an InvalidArgumentError.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from dynamicemb.checkpoint.replaced import RETRIED, OtherRankError
 from dynamicemb.errors import CheckpointError
 
 ResultT = TypeVar("ResultT")
@@ -33,7 +34,8 @@ class Ranks:
 
     def together(self, work: Callable[[], ResultT]) -> list[ResultT]:
         """Do ``work`` on every rank; the results of all. If it raises on one rank it raises on all:
-        there what it raised, elsewhere a ``CheckpointError`` that names the rank."""
+        there what it raised, elsewhere a ``CheckpointError`` that names the rank. Either all ranks
+        raise an error after which ``tried_again`` retries, or none does."""
         result: ResultT | None = None
         failure: BaseException | None = None
         try:
@@ -45,13 +47,19 @@ class Ranks:
                 raise failure
             return [result]  # type: ignore[list-item]
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answers = self.gather((message, result))
+        answers = self.gather((message, isinstance(failure, RETRIED), result))
+        failures = [
+            (rank, text, soft) for rank, (text, soft, _) in enumerate(answers) if text is not None
+        ]
+        again = all(soft for _, _, soft in failures)
         if failure is not None:
+            if isinstance(failure, RETRIED) and not again:
+                raise CheckpointError(str(failure)) from failure
             raise failure
-        for rank, (problem, _) in enumerate(answers):
-            if problem is not None:
-                raise CheckpointError(f"rank {rank} of {self.size} failed: {problem}")
-        return [value for _, value in answers]
+        for rank, text, _ in failures:
+            kind = OtherRankError if again else CheckpointError
+            raise kind(f"rank {rank} of {self.size} failed: {text}")
+        return [value for _, _, value in answers]
 
     def first(self, work: Callable[[], ResultT]) -> ResultT:
         """Do ``work`` on rank 0 alone; its result, on every rank. Raises on all if it raises."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,17 +15,55 @@ import torch
 from dynamicemb.checkpoint.blocks import BlockReader, CheckedBlock
 from dynamicemb.checkpoint.files import Directory, ReadFile
 from dynamicemb.checkpoint.manifest import (
+    MANIFEST_NAME,
     FileEntry,
     Manifest,
     Shard,
     TableEntry,
 )
 from dynamicemb.checkpoint.names import opt_args_name
-from dynamicemb.checkpoint.target import CheckpointFiles, naming, read_manifest
-from dynamicemb.errors import CheckpointError, CorruptCheckpointError
+from dynamicemb.checkpoint.replaced import MissingFileError, pauses, was_replaced
+from dynamicemb.checkpoint.target import (
+    CheckpointFiles,
+    decode_manifest,
+    naming,
+    open_folder,
+    open_manifest,
+)
+from dynamicemb.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ReplacedCheckpointError,
+    check_path,
+)
 
+#: Stands for the file of a table's hyper-parameters among the roles of its shards' files.
+OPT_ARGS = "opt_args"
 #: Bytes of rows that are read at a time.
 BATCH_BYTES = 16 * 2**20
+
+
+class _Room:
+    """How many files the readers of this process may hold open together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    def take(self) -> bool:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with self._lock:
+            if limit != resource.RLIM_INFINITY and self._taken >= limit // 4:
+                return False
+            self._taken += 1
+            return True
+
+    def give(self, number: int) -> None:
+        with self._lock:
+            self._taken -= number
+
+
+_room = _Room()
 
 
 class NoCheckpointError(CheckpointError):
@@ -74,9 +114,11 @@ class _Buffers:
 
     def read(self, readers: dict[str, BlockReader], rows: int) -> StoredRows:
         """The next ``rows`` of each file."""
-        found = {role: readers[role].fill(some[:rows]) for role, some in self._tensors.items()}
+        by_role = {
+            role: readers[role].fill(tensor[:rows]) for role, tensor in self._tensors.items()
+        }
         return StoredRows(
-            found["keys"], found.get("values"), found.get("opt_values"), found.get("scores")
+            by_role["keys"], by_role.get("values"), by_role.get("opt_values"), by_role.get("scores")
         )
 
 
@@ -85,35 +127,58 @@ class CheckpointReader:
 
     ``manifest`` has been checked when the object exists; the tables' files have not: call
     :meth:`verify` before using what they hold. :meth:`rows` checks each block again as it reads.
+
+    All that it reads belongs to this checkpoint. A dump may replace the checkpoint at any time: the
+    files that :meth:`hold` opened stay as they were, and opening another file raises
+    ``ReplacedCheckpointError`` from then on. ``marker``: the manifest's file, by which the reader
+    detects that (``None``: there is none); the reader closes it.
     """
 
-    def __init__(self, folder: Directory, manifest: Manifest) -> None:
+    def __init__(self, folder: Directory, manifest: Manifest, marker: ReadFile | None) -> None:
         self.path = folder.name
         self.manifest = manifest
         self._folder = folder
+        self._marker = marker
         self._files = CheckpointFiles(folder, manifest.id)
+        self._held: dict[tuple[str, str], ReadFile] = {}
+        self._waited = False  # for a file that stayed missing; for the next one there is no need
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> CheckpointReader:
         """The checkpoint in the folder ``path``. Raises ``CheckpointError`` if there is none, and
         ``CorruptCheckpointError`` if its manifest is not as it was written."""
-        path = os.fspath(path)
+        path = check_path("path", path)
+        folder = open_folder(path)
+        marker = None
         try:
             with naming("reading", path):
-                folder = Directory.open(path)
-        except CheckpointError as error:
-            if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-                raise CheckpointError(f"path is {path!r}; allowed: a folder that exists") from error
-            raise
-        try:
-            with naming("reading", path):
-                manifest = read_manifest(folder)
-                if manifest is None:
+                marker = open_manifest(folder)
+                if marker is None and not folder.is_at(path):  # it was removed, and written anew
+                    raise was_replaced(path)
+                if marker is None:
                     raise NoCheckpointError(f"there is no committed checkpoint in {path!r}")
-                return cls(folder, manifest)
+                return cls(folder, decode_manifest(folder, marker), marker)
         except BaseException:
+            if marker is not None:
+                marker.close()
             folder.close()
             raise
+
+    @classmethod
+    def open_known(cls, path: str, identity: str) -> CheckpointReader:
+        """The checkpoint that was seen in the folder ``path`` a moment ago. Raises
+        ``ReplacedCheckpointError`` if it is not there any more."""
+        replaced = was_replaced(path)
+        try:
+            reader = cls.open(path)
+        except CheckpointError as error:
+            if isinstance(error, NoCheckpointError) or not os.path.isdir(path):
+                raise replaced from error
+            raise
+        if reader.manifest.id != identity:
+            reader.close()
+            raise replaced
+        return reader
 
     def __enter__(self) -> Self:
         return self
@@ -122,8 +187,134 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
+        self.release()
         self._files.close()
+        if self._marker is not None:
+            self._marker.close()
         self._folder.close()
+
+    # ---- one checkpoint ----
+
+    def in_force(self) -> bool:
+        """Whether the checkpoint is still the one in its folder: it was neither replaced nor
+        removed."""
+        return self._folder.holds(MANIFEST_NAME, self._marker) and self._folder.is_at(self.path)
+
+    def confirm(self) -> None:
+        """Raise ``ReplacedCheckpointError`` unless files that were opened by name before are of
+        this checkpoint: a dump moves its manifest to its place before any other file."""
+        if not self._folder.holds(MANIFEST_NAME, self._marker):
+            raise was_replaced(self.path)
+
+    def hold(
+        self,
+        tables: Iterable[tuple[str, str]] | None = None,
+        shards: Sequence[int] | None = None,
+        *,
+        skip: Sequence[str] = (),
+        without_missing: bool = False,
+    ) -> None:
+        """Open the files of ``tables`` (collection, name; ``None``: all) and of the given shards
+        (``None``: all), but not of the roles ``skip``, now, so that they can be read whatever
+        happens to the folder. All readers of a process hold at most a quarter of the files that it
+        may have open; a file that does not fit, or cannot be opened, is opened when it is read. One
+        that stays missing is a ``CorruptCheckpointError``, unless ``without_missing``."""
+        missing: list[tuple[str, str]] = []
+        with self.sound():
+            for collection, name, _ in self._names(tables, shards, skip):
+                place = (self.manifest.collections[collection].folder, name)
+                if place in self._held:
+                    continue
+                if not _room.take():
+                    break
+                try:
+                    self._held[place] = self._files.open(*place)
+                except CheckpointError as error:
+                    _room.give(1)
+                    if isinstance(error, MissingFileError):
+                        missing.append(place)
+            self.confirm()
+            if missing and not without_missing:
+                self._wait_for(*missing[0]).close()
+                raise was_replaced(self.path)  # it is there after all: look at the others again
+
+    def _wait_for(self, folder: str, name: str) -> ReadFile:
+        """The file that the manifest lists as ``name`` in ``folder``. If it is missing, wait for as
+        long as :func:`tried_again` would retry: if the checkpoint is no longer in force by then
+        this is a ``ReplacedCheckpointError``, else a ``CorruptCheckpointError``."""
+        waits = iter(()) if self._waited else pauses()
+        while True:
+            try:
+                return self._files.open(folder, name)
+            except MissingFileError as error:
+                if not self.in_force():
+                    raise was_replaced(self.path) from error
+                if next(waits, False) is False:
+                    self._waited = True
+                    raise CorruptCheckpointError(str(error)) from error
+
+    def release(self) -> None:
+        """Close what :meth:`hold` opened."""
+        held, self._held = self._held, {}
+        for file in held.values():
+            file.close()
+        _room.give(len(held))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep dumps of all processes from the folder inside, where the file system has locks; the
+        checkpoint is in force when this begins. A dump that is running is a ``CheckpointError``."""
+        locked = self._folder.lock()
+        try:
+            self.confirm()
+            if not locked:
+                raise CheckpointError(f"a dump into {self.path!r} is running; allowed: none")
+            yield
+        finally:
+            if locked:
+                self._folder.unlock()
+
+    @contextmanager
+    def sound(self, doing: str = "reading") -> Iterator[None]:
+        """Raise the errors of the block as they are if the checkpoint is in force, else a
+        ``ReplacedCheckpointError``."""
+        try:
+            with naming(doing, self.path):
+                yield
+        except ReplacedCheckpointError:
+            raise
+        except CheckpointError as error:
+            if not self.in_force():
+                raise was_replaced(self.path) from error
+            raise
+
+    def _names(
+        self,
+        tables: Iterable[tuple[str, str]] | None,
+        shards: Sequence[int] | None,
+        skip: Sequence[str] = (),
+    ) -> Iterator[tuple[str, str, FileEntry]]:
+        """(collection, name, entry) of the files of tables."""
+        for collection, name in self.all_tables() if tables is None else tables:
+            table = self.table(collection, name)
+            if table.opt_args is not None and OPT_ARGS not in skip:
+                yield collection, opt_args_name(table.stem), table.opt_args
+            for shard in table.shards:
+                if shards is None or shard.rank in shards:
+                    for role, entry in shard.files.items():
+                        if role not in skip:
+                            yield collection, self._name(collection, table, shard, role), entry
+
+    def _name(self, collection: str, table: TableEntry, shard: Shard, role: str) -> str:
+        return table.file(shard, role)
+
+    def folder_of(self, collection: str, *, create: bool = False) -> Directory:
+        """The folder of a collection, where files can be that the manifest does not list.
+        ``create``: make it if a commit that was interrupted has not."""
+        name = self.manifest.collections[collection].folder
+        if create:
+            return self._folder.make_directory(name, exist_ok=True)
+        return self._folder.directory(name)
 
     # ---- what there is ----
 
@@ -135,20 +326,29 @@ class CheckpointReader:
 
     def has(self, collection: str, name: str) -> bool:
         """Whether a table is in the checkpoint."""
-        found = self.manifest.collections.get(collection)
-        return found is not None and name in found.tables
+        entry = self.manifest.collections.get(collection)
+        return entry is not None and name in entry.tables
 
     def open_file(self, collection: str, table: TableEntry, shard: Shard, role: str) -> ReadFile:
         """The file of one role of a shard, as bytes; its length is as the manifest says."""
-        return self._open(collection, table.file(shard, role), shard.files[role])
+        name = self._name(collection, table, shard, role)
+        with self.sound():
+            return self._open(collection, name, shard.files[role])
 
     def _open(self, collection: str, name: str, entry: FileEntry) -> ReadFile:
-        file = self._files.open(self.manifest.collections[collection].folder, name)
-        if file.size != entry.bytes:
+        place = (self.manifest.collections[collection].folder, name)
+        held = self._held.get(place)
+        file = self._wait_for(*place) if held is None else held.again()
+        try:
+            if held is None:
+                self.confirm()
+            if file.size != entry.bytes:
+                raise CorruptCheckpointError(
+                    f"{file.name} has {file.size} bytes; the manifest says {entry.bytes}"
+                )
+        except BaseException:
             file.close()
-            raise CorruptCheckpointError(
-                f"{file.name} has {file.size} bytes; the manifest says {entry.bytes}"
-            )
+            raise
         return file
 
     # ---- checking ----
@@ -164,40 +364,27 @@ class CheckpointReader:
         """Read the files of ``tables`` (collection, name; ``None``: all) and of the given shards
         (``None``: all), but not of the roles ``skip``, and compare length and checksums. Raises
         ``CorruptCheckpointError``. ``advance`` is called with the bytes of each file."""
-        for collection, name in self.all_tables() if tables is None else tables:
-            table = self.table(collection, name)
-            if table.opt_args is not None:
-                self._verify(collection, opt_args_name(table.stem), table.opt_args, advance)
-            for shard in table.shards:
-                if shards is not None and shard.rank not in shards:
-                    continue
-                for role, entry in shard.files.items():
-                    if role in skip:
-                        continue
-                    self._verify(collection, table.file(shard, role), entry, advance)
-
-    def _verify(
-        self,
-        collection: str,
-        name: str,
-        entry: FileEntry,
-        advance: Callable[[int], object] | None,
-    ) -> None:
-        with naming("reading", self.path), self._open(collection, name, entry) as file:
-            size = BlockReader(file, entry, self.manifest.block_bytes).verify()
-        if advance is not None:
-            advance(size)
+        for collection, name, entry in self._names(tables, shards, skip):
+            with self.sound(), self._open(collection, name, entry) as file:
+                size = BlockReader(file, entry, self.manifest.block_bytes).verify()
+            if advance is not None:
+                advance(size)
 
     def check(self, collection: str, name: str, entry: FileEntry) -> Iterator[CheckedBlock]:
         """Read a file of a collection and say of each block whether it is as it was written. A file
         that is missing or has another length is a ``CorruptCheckpointError``."""
-        with naming("reading", self.path), self._open(collection, name, entry) as file:
-            yield from BlockReader(file, entry, self.manifest.block_bytes).blocks()
+        with self.sound(), self._open(collection, name, entry) as file:
+            for block in BlockReader(file, entry, self.manifest.block_bytes).blocks():
+                if block.problem is not None and not self.in_force():
+                    raise was_replaced(self.path)
+                yield block
 
     def all_tables(self) -> list[tuple[str, str]]:
         """(collection, name) of every table."""
         return [
-            (path, name) for path, one in self.manifest.collections.items() for name in one.tables
+            (path, name)
+            for path, collection in self.manifest.collections.items()
+            for name in collection.tables
         ]
 
     # ---- rows ----
@@ -244,7 +431,7 @@ class CheckpointReader:
         """The files of these roles, open."""
         readers: dict[str, BlockReader] = {}
         try:
-            with naming("reading", self.path):
+            with self.sound():
                 for role in roles:
                     file = self.open_file(collection, table, shard, role)
                     readers[role] = BlockReader(file, shard.files[role], self.manifest.block_bytes)
@@ -268,15 +455,12 @@ class CheckpointReader:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, counts), both int64 [n], of the shard's admission counter; empty if not saved."""
         count = shard.counter_rows or 0
-        found = []
+        columns = []
         for role in ("counter_keys", "counter_frequencies"):
             if shard.counter_rows is None:
-                found.append(torch.empty(0, dtype=torch.int64, device="cpu"))
+                columns.append(torch.empty(0, dtype=torch.int64, device="cpu"))
                 continue
-            with (
-                naming("reading", self.path),
-                self.open_file(collection, table, shard, role) as file,
-            ):
+            with self.sound(), self.open_file(collection, table, shard, role) as file:
                 reader = BlockReader(file, shard.files[role], self.manifest.block_bytes)
-                found.append(reader.read((count,), torch.int64))
-        return found[0], found[1]
+                columns.append(reader.read((count,), torch.int64))
+        return columns[0], columns[1]

@@ -15,13 +15,20 @@ from collections.abc import Iterable, Iterator
 
 from dynamicemb.checkpoint.files import Directory, ReadFile
 from dynamicemb.checkpoint.manifest import (
+    BLOCK_BYTES,
+    BYTES_PER_BLOCK,
+    BYTES_PER_EMPTY_FILE,
+    BYTES_PER_FILE,
+    COMPRESSION,
+    FREE_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     STAGING_PREFIX,
     Manifest,
 )
-from dynamicemb.checkpoint.manifest_json import decode, encode
+from dynamicemb.checkpoint.manifest_json import check_density, decode, encode
 from dynamicemb.checkpoint.names import belongs_to
+from dynamicemb.checkpoint.replaced import MissingFileError
 from dynamicemb.errors import CheckpointError, CorruptCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +42,17 @@ def naming(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         place = error.filename or os.fspath(path)
         raise CheckpointError(f"{doing} {os.fspath(path)!r} failed: {error} ({place})") from error
+
+
+def open_folder(path: str) -> Directory:
+    """The folder of a reader."""
+    try:
+        with naming("reading", path):
+            return Directory.open(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            raise CheckpointError(f"path is {path!r}; allowed: a folder that exists") from error
+        raise
 
 
 class Target:
@@ -91,8 +109,16 @@ class Target:
         """Make ``manifest``, whose files are all in the hidden folder, the checkpoint in force."""
         with self._folder.directory(STAGING_PREFIX + manifest.id) as staging:
             self._check_files(staging, manifest)
+            data = encode(manifest)
+            longest = longest_manifest(self._folder, len(data))
+            if len(data) > longest:
+                raise CheckpointError(
+                    f"the manifest would have {len(data)} bytes; allowed: at most {longest} beside "
+                    "these files (names and options of tables are in it)"
+                )
+            check_density(data, os.path.join(self.path, MANIFEST_NAME))
             with staging.create(MANIFEST_NAME) as file:
-                file.write(encode(manifest))
+                file.write(data)
                 file.sync()
             staging.sync()
             self._folder.sync()
@@ -143,8 +169,8 @@ class Target:
         """Remove files of the checkpoint before, and of tables of the same names."""
         current = manifest.files()
         stems = {
-            one.folder: [table.stem for table in one.tables.values()]
-            for one in manifest.collections.values()
+            collection.folder: [table.stem for table in collection.tables.values()]
+            for collection in manifest.collections.values()
         }
         before = {} if self._previous is None else self._previous.files()
         for folder in {*before, *current}:
@@ -172,14 +198,58 @@ class Target:
         self._folder.close()
 
 
-def read_manifest(folder: Directory) -> Manifest | None:
-    """The manifest in force; ``None`` if there is none."""
+def open_manifest(folder: Directory) -> ReadFile | None:
+    """The file of the manifest in force; ``None`` if there is none."""
     try:
-        file = folder.read(MANIFEST_NAME)
+        return folder.read(MANIFEST_NAME)
     except FileNotFoundError:
         return None
+
+
+def read_manifest(folder: Directory) -> Manifest | None:
+    """The manifest in force; ``None`` if there is none."""
+    file = open_manifest(folder)
+    if file is None:
+        return None
     with file:
-        return decode(file.read_all(MAX_MANIFEST_BYTES), file.name)
+        return decode_manifest(folder, file)
+
+
+def decode_manifest(folder: Directory, file: ReadFile) -> Manifest:
+    """What the file of a manifest in ``folder`` says."""
+    return decode(file.read_all(longest_manifest(folder, file.size)), file.name)
+
+
+def longest_manifest(folder: Directory, wanted: int) -> int:
+    """Bytes that the manifest in ``folder`` may have, as far as they are ``wanted``: a dump writes
+    no more of the files that are there."""
+    if wanted <= FREE_BYTES:
+        return FREE_BYTES
+    return min(FREE_BYTES + sum(map(_allowance, _folders_in(folder))), MAX_MANIFEST_BYTES)
+
+
+def _allowance(folder: Directory) -> int:
+    """Bytes of a manifest for the files in the folder of a collection."""
+    longest = total = 0
+    for name in folder.list():
+        size, on_device = folder.allocated(name)
+        longest += BYTES_PER_FILE if on_device else BYTES_PER_EMPTY_FILE
+        total += min(size, COMPRESSION * on_device)
+    return longest + BYTES_PER_BLOCK * (total // BLOCK_BYTES)
+
+
+def _folders_in(folder: Directory, *, hidden: bool = False) -> Iterator[Directory]:
+    """The folders of collections, also those that wait in a hidden one."""
+    for name in folder.list():
+        try:
+            inside = folder.directory(name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        with inside:
+            if name.startswith(STAGING_PREFIX) and not hidden:
+                yield from _folders_in(inside, hidden=True)
+            else:
+                yield inside
 
 
 class CheckpointFiles:
@@ -188,13 +258,13 @@ class CheckpointFiles:
     def __init__(self, folder: Directory, identity: str) -> None:
         self._folder = folder
         self._staging: Directory | None = None
-        hidden = STAGING_PREFIX + identity
-        if identity and folder.is_directory(hidden):
-            self._staging = folder.directory(hidden)
+        if identity:
+            # Else all its files are in their places.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._staging = folder.directory(STAGING_PREFIX + identity)
 
     def open(self, folder: str, name: str) -> ReadFile:
-        """The file ``name`` of a collection's folder. A missing one is a
-        ``CorruptCheckpointError``."""
+        """The file ``name`` of a collection's folder. A missing one is a ``MissingFileError``."""
         for place in (self._staging, self._folder):
             if place is None:
                 continue
@@ -211,7 +281,7 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{os.path.join(place.name, folder, name)} cannot be opened: {error}"
                 ) from error
-        raise CorruptCheckpointError(f"{os.path.join(self._folder.name, folder, name)} is missing")
+        raise MissingFileError(f"{os.path.join(self._folder.name, folder, name)} is missing")
 
     def close(self) -> None:
         if self._staging is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 for a failure, 2 for a mistake in it, 130
     after an interrupt."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        _allow_more_files()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has not all letters
@@ -73,6 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_output()
         where = error.filename or "standard output, or a file"
         return _failed(f"{where}: {error.strerror or error}", FAILURE)
+
+
+def _allow_more_files() -> None:
+    """Let this process have as many files open as it may: readers hold those of a checkpoint."""
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _failed(message: str, status: int = MISTAKE) -> int:

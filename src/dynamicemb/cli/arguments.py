@@ -15,7 +15,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, TypeVar
 
-from dynamicemb.errors import InvalidArgumentError, check_integer, check_number, wrong_value
+from dynamicemb.errors import (
+    InvalidArgumentError,
+    check_integer,
+    check_number,
+    check_path,
+    wrong_value,
+)
 
 OptionsT = TypeVar("OptionsT")
 
@@ -135,7 +141,7 @@ def _read(file: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     from dynamicemb.cli.yaml import read_yaml  # commands without files do without PyYAML
 
     try:
-        text = Path(file).read_text()
+        text = Path(check_path("--config", file, "a file")).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InvalidArgumentError(f"--config {file} cannot be read: {reason}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from dynamicemb.checkpoint.exchange import SUFFIXES
 from dynamicemb.checkpoint.exchange_formats import FORMATS
 from dynamicemb.checkpoint.progress import ProgressBar
+from dynamicemb.checkpoint.replaced import tried_again
 from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Content
 from dynamicemb.cli.contents.find import NothingToReadError, ReadOptions, open_content
@@ -28,7 +29,7 @@ from dynamicemb.cli.contents.writing import (
     write,
 )
 from dynamicemb.cli.output import Output, bytes_on_disk, bytes_text, printable
-from dynamicemb.errors import DynamicEmbError, InvalidArgumentError, UsageError
+from dynamicemb.errors import DynamicEmbError, InvalidArgumentError, UsageError, check_path
 from dynamicemb.options import SUPPORTED_DIST_TYPES
 
 
@@ -64,11 +65,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("target", metavar="DST")
     options, given = parser.read(ConvertOptions, arguments)
-    target = Path(given["target"])
+    target = Path(check_path("DST", given["target"], "a file or folder"))
     layout = _layout(target, options)
-    with open_content(given["source"], options) as content:
+    tried_again(lambda: _convert_all(given["source"], target, layout, options))
+    return 0
+
+
+def _convert_all(source: str, target: Path, layout: str, options: ConvertOptions) -> None:
+    with open_content(source, options) as content:
         _check_tables(content, target, layout, options)
-        _check_target(target, Path(given["source"]), layout, options)
+        _check_target(target, Path(source), layout, options)
         wanted = Wanted(
             state=options.state,
             scores=options.scores,
@@ -86,7 +92,6 @@ def main(arguments: Sequence[str]) -> int:
             f"{target}: {layout}, {len(content.tables)} table{'s' * (len(content.tables) != 1)}, "
             f"{done.rows:,} rows, {bytes_text(size)}"
         )
-    return 0
 
 
 def _warn(lines: Sequence[str]) -> None:

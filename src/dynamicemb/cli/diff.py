@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dynamicemb.checkpoint.progress import ProgressBar
+from dynamicemb.checkpoint.replaced import tried_again
 from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Content, TableInfo
 from dynamicemb.cli.contents.comparison import Compared, Comparison, Distance, What
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     options, given = parser.read(DiffOptions, arguments)
+    return tried_again(lambda: _diff(given, options))
+
+
+def _diff(given: Mapping[str, Any], options: DiffOptions) -> int:
     everything = replace(options, table=[])
     with open_content(given["a"], everything) as a, open_content(given["b"], everything) as b:
         for content in (a, b):

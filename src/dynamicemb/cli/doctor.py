@@ -16,7 +16,7 @@ from dynamicemb.cli.checkup.hardware import hardware_findings
 from dynamicemb.cli.checkup.packages import engine_finding, package_findings
 from dynamicemb.cli.machine import environment
 from dynamicemb.cli.output import Output
-from dynamicemb.errors import wrong_value
+from dynamicemb.errors import check_path, wrong_value
 
 BROKEN = 1
 
@@ -41,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         "essential is broken.",
     )
     options, _ = parser.read(DoctorOptions, arguments)
-    folder = Path(options.folder if options.folder is not None else tempfile.gettempdir())
+    folder = Path(tempfile.gettempdir())
+    if options.folder is not None:
+        folder = Path(check_path("--folder", options.folder, "a folder"))
     if not folder.is_dir():
         raise wrong_value("--folder", str(folder), "a folder that exists")
     for noisy in ("torchrec", "torch", "fbgemm_gpu"):

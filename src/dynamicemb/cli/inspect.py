@@ -11,14 +11,21 @@ from typing import Any
 import torch
 
 from dynamicemb.checkpoint.progress import ProgressBar
+from dynamicemb.checkpoint.replaced import tried_again
 from dynamicemb.checkpoint.scores import strategy_names
 from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Batch, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.find import ReadOptions, open_content
 from dynamicemb.cli.contents.statistics import Statistics, age_text, unsigned
 from dynamicemb.cli.output import Output, bar, bytes_text
-from dynamicemb.errors import DynamicEmbError, wrong_value
+from dynamicemb.errors import (
+    DynamicEmbError,
+    InvalidArgumentError,
+    ReplacedCheckpointError,
+    wrong_value,
+)
 from dynamicemb.hashing import signed
+from dynamicemb.texts import text_id
 
 DIFFERENT = 1
 
@@ -33,12 +40,27 @@ def _id(name: str, value: str) -> str:
     return str(signed(number))
 
 
+def _text(name: str, value: str) -> str:
+    """``value``, if it has an id."""
+    try:
+        text_id(value)
+    except InvalidArgumentError:
+        raise wrong_value(name, value, "text in UTF-8") from None
+    return value
+
+
 @dataclass
 class InspectOptions(ReadOptions):
     """Every option; the order is that of the help."""
 
     id: list[str] = option(  # noqa: RUF009
         (), "show the row of this id instead", repeated=True, check=_id
+    )
+    text: list[str] = option(  # noqa: RUF009
+        (),
+        "show the row of this text instead, as a text column of `dynamicemb train` has it",
+        repeated=True,
+        check=_text,
     )
     top: int = option(5, "how many of the newest and the largest rows are named", minimum=0)
     verify: bool = option(
@@ -58,32 +80,40 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("path", metavar="CHECKPOINT")
     options, given = parser.read(InspectOptions, arguments)
-    with open_content(given["path"], options) as content:
-        if options.id:
-            return _show_rows(content, options)
-        return _show_tables(content, options)
+
+    def show() -> int:
+        with open_content(given["path"], options) as content:
+            if options.id or options.text:
+                return _show_rows(content, options)
+            return _show_tables(content, options)
+
+    return tried_again(show)
 
 
 # ---- rows of some ids ----
 
 
 def _show_rows(content: Content, options: InspectOptions) -> int:
-    wanted = [int(one) for one in options.id]
-    ids = torch.tensor(sorted(set(wanted)), device="cpu")
+    wanted: list[tuple[int, str | None]] = [(int(one), None) for one in options.id]
+    wanted += [(text_id(one), one) for one in options.text]
+    ids = torch.tensor(sorted({number for number, _ in wanted}), device="cpu")
     found = {table.key: content.find(table, ids) for table in content.tables}
     rows = [
-        _row_facts(table, found[table.key], number) for number in wanted for table in content.tables
+        _row_facts(table, found[table.key], number, text)
+        for number, text in wanted
+        for table in content.tables
     ]
     if options.json:
         sys.stdout.write(json.dumps({"path": content.path, "rows": rows}) + "\n")
     else:
         _print_rows(Output(), rows)
-    missing = [n for n in wanted if not any(r["found"] and r["id"] == n for r in rows)]
+    missing = [n for n, _ in wanted if not any(r["found"] and r["id"] == n for r in rows)]
     return DIFFERENT if missing else 0
 
 
-def _row_facts(table: TableInfo, batch: Batch, number: int) -> dict[str, Any]:
-    facts: dict[str, Any] = {"id": number, "table": table.label, "found": False}
+def _row_facts(table: TableInfo, batch: Batch, number: int, text: str | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {} if text is None else {"text": text}
+    facts |= {"id": number, "table": table.label, "found": False}
     which = (batch.ids == number).nonzero().squeeze(1)
     if not len(which):
         return facts
@@ -104,10 +134,13 @@ def _row_facts(table: TableInfo, batch: Batch, number: int) -> dict[str, Any]:
 
 def _print_rows(output: Output, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
+        name = f"id {row['id']}"
+        if "text" in row:
+            name = f"text {row['text']!r} ({name})"
         if not row["found"]:
-            output.line(f"id {row['id']} has no row in {row['table']}")
+            output.line(f"{name} has no row in {row['table']}")
             continue
-        output.title(f"id {row['id']} in {row['table']}")
+        output.title(f"{name} in {row['table']}")
         output.line(f"  embedding  {_numbers(row['embedding'])}")
         if "state" in row:
             output.line(f"  state      {_numbers(row['state'])}")
@@ -185,6 +218,8 @@ def _inspect(content: Content, options: InspectOptions) -> list[_Inspected]:
                 for batch in content.batches(table, None, columns):
                     statistics.add(batch)
                     progress.add(row_bytes * len(batch))
+            except ReplacedCheckpointError:
+                raise
             except DynamicEmbError as error:
                 # Every block that is damaged, not only the first that rows were needed of.
                 one.damages = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamicemb.checkpoint.progress import ProgressBar
+from dynamicemb.checkpoint.replaced import tried_again
 from dynamicemb.cli.arguments import Parser, option
 from dynamicemb.cli.contents.base import Content, Damage
 from dynamicemb.cli.contents.checkpoints import ChainContent
@@ -24,7 +25,7 @@ from dynamicemb.cli.contents.find import (
 )
 from dynamicemb.cli.contents.partition import default_memory
 from dynamicemb.cli.output import Output, bytes_text
-from dynamicemb.errors import DynamicEmbError, UsageError
+from dynamicemb.errors import DynamicEmbError, ReplacedCheckpointError, UsageError, check_path
 
 DAMAGED = 1
 
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("paths", metavar="PATH", nargs="+")
     options, given = parser.read(VerifyOptions, arguments)
-    done = [one for path in given["paths"] for one in _verify(path, options)]
+    paths = [check_path("PATH", path, "a file or folder") for path in given["paths"]]
+    done = [one for path in paths for one in _verify(path, options)]
     bad = any(one.damages for one in done)
     if options.json:
         facts = {"ok": not bad, "checkpoints": [one.facts() for one in done]}
@@ -80,14 +82,24 @@ def main(arguments: Sequence[str]) -> int:
 def _verify(path: str, options: VerifyOptions) -> list[Verified]:
     steps, chains = steps_of_run(path), chains_of_run(path)
     if not steps and not chains:
-        return [_verify_one(path, options)]
-    done = [_verify_one(chain, options) for chain in chains]
-    for step in steps:
-        one = _verify_one(os.path.join(step, "tables"), options)
-        one.damages = [*_check_run_state(Path(step)), *one.damages]
-        one.path = step
-        done.append(one)
-    return done
+        return [tried_again(lambda: _verify_one(path, options))]
+    found = [_verify_part(chain, chain, options) for chain in chains]
+    found += [_verify_part(step, os.path.join(step, "tables"), options) for step in steps]
+    return [one for one in found if one is not None]
+
+
+def _verify_part(part: str, tables: str, options: VerifyOptions) -> Verified | None:
+    """A checkpoint or a chain of a run; ``None`` if the run has removed it meanwhile."""
+    try:
+        done = tried_again(lambda: _verify_one(tables, options))
+        if part != tables:
+            done.path = part
+            done.damages = [*_check_run_state(Path(part)), *done.damages]
+    except (NothingToReadError, ReplacedCheckpointError):
+        if os.path.isdir(part):
+            raise
+        return None
+    return done if os.path.isdir(part) else None
 
 
 def _check_run_state(step: Path) -> list[Damage]:
@@ -105,7 +117,7 @@ def _verify_one(path: str, options: VerifyOptions) -> Verified:
     done = Verified(path)
     try:
         content = open_content(path, options)
-    except (NothingToReadError, UsageError):
+    except (NothingToReadError, ReplacedCheckpointError, UsageError):
         raise
     except DynamicEmbError as error:
         done.damages.append(Damage(str(error)))

@@ -29,10 +29,24 @@ _SCALARS = {
 }
 
 
+#: Digits of an integer.
+LONGEST_INTEGER = 100
+#: Bytes of a file; reading one takes some 10 seconds per MiB.
+LONGEST = 128 * 2**10
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads plain data only."""
+    """Reads plain data only, and no aliases: a few of them make a long value of a short text."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor[:50]} is an alias; write the value", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         known: set[Any] = set()
@@ -50,11 +64,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
-        return int(str(self.construct_scalar(node)).replace("_", ""))  # 010 is ten
+        text = str(self.construct_scalar(node)).replace("_", "")
+        if len(text) > LONGEST_INTEGER:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"an integer of {len(text)} digits", node.start_mark
+            )
+        return int(text)  # 010 is ten
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes what :class:`_Loader` reads the same; other readers too."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 for _tag, (_pattern, _signs) in _SCALARS.items():
@@ -66,6 +88,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 def read_yaml(text: str, where: str) -> dict[str, Any]:
     """The mapping in ``text``. Raises ``InvalidArgumentError`` with ``where`` and the line."""
+    if len(text) > LONGEST:
+        raise InvalidArgumentError(
+            f"{where} has {len(text)} characters; allowed: at most {LONGEST}"
+        )
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -74,6 +100,8 @@ def read_yaml(text: str, where: str) -> dict[str, Any]:
         raise InvalidArgumentError(f"{where}{line}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise InvalidArgumentError(f"{where} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgumentError(f"{where} is nested too deep") from error
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -18,7 +18,6 @@ from dynamicemb import (
     BatchedDynamicEmbeddingTables,
     DynamicEmbPoolingMode,
     DynamicEmbTableOptions,
-    EmbOptimType,
 )
 from dynamicemb.cli.benching.timing import Sample
 from dynamicemb.cli.benching.workload import Batch, Workload
@@ -149,10 +148,10 @@ class Tbe(Contender):
 
 FILL = 2**18
 OPTIMIZERS = {
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adam": EmbOptimType.ADAM,
+    "rowwise_adagrad": "exact_row_wise_adagrad",
+    "adagrad": "exact_adagrad",
+    "sgd": "exact_sgd",
+    "adam": "adam",
 }
 
 

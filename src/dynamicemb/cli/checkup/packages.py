@@ -34,7 +34,6 @@ USES = {
     "safetensors": ("safetensors", "import and export of .safetensors"),
     "pyarrow": ("parquet", "import and export of .parquet, Parquet files of dynamicemb train"),
     "redis": ("redis", "stores at redis:// URLs"),
-    "hiredis": ("redis", "faster replies of Redis"),
     "rich": ("cli", "the live screen of dynamicemb train"),
     "pyyaml": ("cli", "configuration files of dynamicemb train"),
     "tensorboard": ("tensorboard", "dynamicemb train --tensorboard"),

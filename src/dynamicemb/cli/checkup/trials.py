@@ -17,7 +17,6 @@ from dynamicemb import (
     DynamicEmbLoad,
     DynamicEmbPoolingMode,
     DynamicEmbTableOptions,
-    EmbOptimType,
 )
 from dynamicemb.checkpoint.serving import ServingTable
 from dynamicemb.cli.checkup.finding import Finding, Status
@@ -71,7 +70,7 @@ def _expect(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def _module(
-    device: str = "cpu", optimizer: EmbOptimType = EmbOptimType.SGD, **changes: object
+    device: str = "cpu", optimizer: str = "sgd", **changes: object
 ) -> BatchedDynamicEmbeddingTables:
     options = DynamicEmbTableOptions(**({"dim": DIM, "max_capacity": 4096} | changes))  # type: ignore[arg-type]
     return BatchedDynamicEmbeddingTables(
@@ -103,7 +102,7 @@ def train_on_cpu() -> str:
 
 
 def checkpoint(folder: Path) -> str:
-    module, other = _module(optimizer=EmbOptimType.ADAM), _module(optimizer=EmbOptimType.ADAM)
+    module, other = _module(optimizer="adam"), _module(optimizer="adam")
     module(IDS, torch.arange(len(IDS) + 1, device="cpu")).sum().backward()
     DynamicEmbDump(folder, module, optim=True, progress=False)
     DynamicEmbLoad(folder, other, optim=True, progress=False)

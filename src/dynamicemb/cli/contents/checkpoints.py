@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Self
 
 import torch
 
@@ -28,7 +29,7 @@ from dynamicemb.cli.contents.base import (
     TableInfo,
     joined,
 )
-from dynamicemb.errors import CheckpointError
+from dynamicemb.errors import CheckpointError, ReplacedCheckpointError
 
 #: Roles that :meth:`CheckpointContent.batches` reads.
 _ROWS = ("keys", "values", "scores", "opt_values")
@@ -60,14 +61,20 @@ class CheckpointContent(Content):
                 self._add(collection, entry, entry.shards, None)
 
     @classmethod
-    def open(cls, path: str) -> CheckpointContent:
-        """The checkpoint in a folder."""
-        return cls(path, CheckpointReader.open(path))
+    def held(cls, path: str, reader: CheckpointReader, *, without_missing: bool) -> Self:
+        """The checkpoint of ``reader``, with its files open; one that is missing is an error,
+        unless ``without_missing``."""
+        try:
+            reader.hold(without_missing=without_missing)
+            return cls(path, reader)
+        except BaseException:
+            reader.close()
+            raise
 
     @classmethod
-    def of_older(cls, path: str, older: Older) -> CheckpointContent:
+    def of_older(cls, path: str, older: Older) -> Self:
         """What a folder without a manifest holds."""
-        content = cls(path, older.open())
+        content = cls.held(path, older.open(), without_missing=False)
         content.layout = "upstream"
         content.checksums = False
         content.notes = list(older.notes)
@@ -213,6 +220,8 @@ class CheckpointContent(Content):
                     if block.problem is not None:
                         yield Damage(block.problem, place, table.label, block.offset)
                     yield block.size
+            except ReplacedCheckpointError:
+                raise
             except CheckpointError as error:
                 yield Damage(str(error), place, table.label)
 
@@ -233,13 +242,15 @@ class ChainContent(Content):
 
     layout = "chain of deltas"
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, without_missing: bool) -> None:
         super().__init__(path)
         self.links = read_chain(path)
         self.contents: list[CheckpointContent] = []
         try:
             for link in self.links:
-                self.contents.append(CheckpointContent.open(link.path))
+                reader = CheckpointReader.open_known(link.path, link.id)
+                content = CheckpointContent.held(link.path, reader, without_missing=without_missing)
+                self.contents.append(content)
         except BaseException:
             self.close()
             raise

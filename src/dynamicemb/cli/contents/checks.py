@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -14,7 +15,7 @@ from dynamicemb.checkpoint.mapped import Layer
 from dynamicemb.cli.contents.base import IDS, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.checkpoints import CheckpointContent
 from dynamicemb.cli.contents.partition import ids_of, shares
-from dynamicemb.errors import DynamicEmbError
+from dynamicemb.errors import DynamicEmbError, ReplacedCheckpointError
 
 Advance = Callable[[int], object]
 
@@ -39,6 +40,8 @@ def check_table(
         if isinstance(content, CheckpointContent) and content.checksums:
             yield from _check_removed(content, table)
             yield from _check_index(content, table)
+    except ReplacedCheckpointError:
+        raise
     except DynamicEmbError as error:
         yield Damage(str(error), table=table.label)
 
@@ -131,13 +134,14 @@ def stray_files(content: Content) -> list[str]:
         return []
     known = content.reader.manifest.files()
     stray = []
-    for name in sorted(os.listdir(content.path)):
-        if name in known:
-            inside = sorted(os.listdir(os.path.join(content.path, name)))
-            stray += [f"{name}/{one}" for one in inside if not _belongs(one, known[name])]
-        elif name != MANIFEST_NAME and name != STAGING_PREFIX + content.reader.manifest.id:
-            stray.append(name)
-    return stray
+    with suppress(FileNotFoundError):
+        for name in sorted(os.listdir(content.path)):
+            if name in known:
+                inside = sorted(os.listdir(os.path.join(content.path, name)))
+                stray += [f"{name}/{one}" for one in inside if not _belongs(one, known[name])]
+            elif name != MANIFEST_NAME and name != STAGING_PREFIX + content.reader.manifest.id:
+                stray.append(name)
+    return stray if content.reader.in_force() else []  # else it is the folder of another one
 
 
 def _belongs(name: str, known: object) -> bool:

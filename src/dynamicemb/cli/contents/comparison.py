@@ -191,7 +191,9 @@ class Compared:
             worst = torch.maximum(worst, difference.max(1).values)
         changed |= worst > self._tolerance
         if one.scores is not None and other.scores is not None:
-            scores = (one.scores != other.scores).reshape(len(one), -1).any(1)
+            scores = one.scores != other.scores
+            if scores.dim() == 2:
+                scores = scores.any(1)
             result.scores_changed += int(scores.sum())
             changed |= scores
         count = int(changed.sum())

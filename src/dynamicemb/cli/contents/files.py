@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from dynamicemb.checkpoint.exchange import NAMES, SUFFIXES, read_meta
 from dynamicemb.checkpoint.exchange_formats import FORMATS, Array, Reader
+from dynamicemb.checkpoint.replaced import was_replaced
 from dynamicemb.cli.contents.base import EVERYTHING, Batch, Columns, Content, Damage, TableInfo
 from dynamicemb.cli.contents.meta import Described
 from dynamicemb.errors import DynamicEmbError, InvalidArgumentError
@@ -24,20 +25,53 @@ def is_table_file(path: Path) -> bool:
     return path.suffix in SUFFIXES and path.is_file()
 
 
+def table_files(path: str) -> list[Path]:
+    """The files with rows at a path: itself, or those in it."""
+    place = Path(path)
+    there = sorted(place.iterdir()) if place.is_dir() else [place]
+    return [one for one in there if is_table_file(one)]
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names for a message."""
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") or "none"
+
+
+def _marks(path: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The files at a path, and what is different once one of them was replaced."""
+    marks: list[tuple[str, tuple[int, ...]]] = []
+    for file in table_files(path):
+        try:
+            about = file.stat()
+        except OSError:
+            continue
+        identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+        marks.append((str(file), identity))
+    return marks
+
+
 class FileContent(Content):
     """Files of ``export_table`` and ``convert``, or of other tools. ``columns``: what they call
     ids, embeddings, state and scores, where it differs."""
 
-    def __init__(self, path: str, files: list[Path], columns: Mapping[str, str]) -> None:
+    def __init__(self, path: str, columns: Mapping[str, str]) -> None:
         super().__init__(path)
+        before = _marks(path)
+        if not before:
+            raise was_replaced(path)
+        files = [Path(name) for name, _ in before]
         self.layout = SUFFIXES[files[0].suffix]
         self.checksums = self.layout == "numpy"  # a zip file has some
         self._called = {name: columns.get(name, name) for name in NAMES}
         self._stack = ExitStack()
         self._readers: dict[tuple[str, str, int | None], tuple[Path, Reader]] = {}
         try:
-            for file in files:
-                self._open(file)
+            try:
+                for file in files:
+                    self._open(file)
+            finally:  # whatever came of it: files of two states are no tables
+                if _marks(path) != before:
+                    raise was_replaced(path)
         except BaseException:
             self.close()
             raise
@@ -47,14 +81,16 @@ class FileContent(Content):
             opened = FORMATS[SUFFIXES[file.suffix]].open(file)
             reader = self._stack.enter_context(opened)
         except OSError as error:
-            raise InvalidArgumentError(f"{file} cannot be read: {error.strerror}") from error
+            raise InvalidArgumentError(
+                f"{file} cannot be read: {error.strerror or error}"
+            ) from error
         arrays = {name: reader.arrays.get(self._called[name]) for name in NAMES}
         ids, rows = arrays["ids"], arrays["embeddings"]
         for name, array in (("ids", ids), ("embeddings", rows)):
             if array is None:
                 raise InvalidArgumentError(
                     f"{file} has no column {self._called[name]!r} for {name}; it has "
-                    f"{', '.join(reader.arrays) or 'none'} (--column {name}=NAME says which)"
+                    f"{_some(list(reader.arrays))} (--column {name}=NAME says which)"
                 )
         assert ids is not None
         assert rows is not None

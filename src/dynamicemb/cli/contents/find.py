@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamicemb.checkpoint.chain import BASE, is_chain
+from dynamicemb.checkpoint.chain import BASE, is_chain, kind_of
 from dynamicemb.checkpoint.exchange import NAMES, SUFFIXES
 from dynamicemb.checkpoint.manifest import MANIFEST_NAME, STAGING_PREFIX
 from dynamicemb.checkpoint.older import find_older
+from dynamicemb.checkpoint.reader import CheckpointReader, NoCheckpointError
+from dynamicemb.checkpoint.replaced import was_replaced
 from dynamicemb.cli.arguments import option
 from dynamicemb.cli.contents.base import Content
 from dynamicemb.cli.contents.checkpoints import ChainContent, CheckpointContent
-from dynamicemb.cli.contents.files import FileContent, is_table_file
-from dynamicemb.errors import InvalidArgumentError, wrong_value
+from dynamicemb.cli.contents.files import FileContent, is_table_file, table_files
+from dynamicemb.errors import (
+    CorruptCheckpointError,
+    DynamicEmbError,
+    InvalidArgumentError,
+    check_path,
+    wrong_value,
+)
 from dynamicemb.options import DynamicEmbScoreStrategy
 
 _RANK = re.compile(r"\d+-\d+")
@@ -26,7 +35,7 @@ _STRATEGIES = tuple(one.lower() for one in DynamicEmbScoreStrategy.__members__)
 
 
 class NothingToReadError(InvalidArgumentError):
-    """The path is not one of tables, or not of the tables that were asked for: nothing is damaged,
+    """The path is not one of tables, or not of the tables that were asked for: nothing is corrupt,
     the command is mistaken."""
 
 
@@ -66,11 +75,14 @@ class ReadOptions:
 
 
 def open_content(path: str, options: ReadOptions) -> Content:
-    """The content of a path, with the tables that the options choose. Raises ``DynamicEmbError``,
-    in one line, if there is nothing that can be read."""
-    if not os.path.lexists(path):
-        raise NothingToReadError(f"{path} does not exist")
-    content = _open(path, options)
+    """The content of a path, with the tables that the options choose, all of one state. Raises
+    ``ReplacedCheckpointError``, after which ``tried_again`` retries, and ``DynamicEmbError``, in
+    one line, if there is nothing that can be read."""
+    check_path("PATH", path, "a file or folder")
+    try:
+        content = _open(path, options)
+    except CorruptCheckpointError:  # without what is missing, so that all damage is reported
+        content = _open(path, options, without_missing=True)
     try:
         try:
             content.choose(options.table, options.rank)
@@ -84,27 +96,68 @@ def open_content(path: str, options: ReadOptions) -> Content:
     return content
 
 
-def _open(path: str, options: ReadOptions) -> Content:
+def _open(path: str, options: ReadOptions, *, without_missing: bool = False) -> Content:
+    """One attempt. If another folder takes the place of this one, as ``convert`` writes them, or if
+    the folder is emptied and filled with another layout, this is a ``ReplacedCheckpointError``."""
+    before = _mark(path)
+    if before is None:
+        raise NothingToReadError(f"{path} does not exist")
+    kind = kind_of(path)
+    try:
+        content = _open_layout(path, options, without_missing)
+    except (DynamicEmbError, OSError) as error:
+        gone = isinstance(error, NoCheckpointError) and (kind or kind_of(path))
+        if gone or _mark(path) != before:
+            raise was_replaced(path) from error
+        raise
+    after = _mark(path)
+    if after is None or after.identity != before.identity:
+        content.close()
+        raise was_replaced(path)
+    return content
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """identity: of a file or folder. changed: when an entry came or went. names: of the entries."""
+
+    identity: tuple[int, int]
+    changed: int
+    names: tuple[str, ...]
+
+
+def _mark(path: str) -> _Mark | None:
+    """The mark of a path; ``None`` if nothing is there."""
+    try:
+        status = os.stat(path)
+        names = tuple(sorted(os.listdir(path))) if stat.S_ISDIR(status.st_mode) else ()
+    except OSError:
+        return None
+    return _Mark((status.st_dev, status.st_ino), status.st_mtime_ns, names)
+
+
+def _open_layout(path: str, options: ReadOptions, without_missing: bool) -> Content:
     columns = dict(one.split("=", 1) for one in options.column)
     if not os.path.isdir(path):
         if is_table_file(Path(path)):
-            return FileContent(path, [Path(path)], columns)
+            return FileContent(path, columns)
         raise NothingToReadError(
             f"{path} is a file; allowed: a folder, or a file that ends in {', '.join(SUFFIXES)}"
         )
     run = _newest_of_run(path)
     if run is not None:
-        content = _open(run, options)
+        content = _open(run, options, without_missing=without_missing)
         content.notes.insert(0, f"the newest of the run: {run}")
         return content
     if os.path.lexists(os.path.join(path, MANIFEST_NAME)):
-        checkpoint = CheckpointContent.open(path)
+        reader = CheckpointReader.open(path)
+        checkpoint = CheckpointContent.held(path, reader, without_missing=without_missing)
         if "delta" in checkpoint.reader.manifest.extra:
             checkpoint.layout = "delta"
             checkpoint.notes.append("a delta of a chain alone: it has the rows that changed")
         return checkpoint
     if is_chain(path):
-        return ChainContent(path)
+        return ChainContent(path, without_missing=without_missing)
     embedding = _one_embedding(path, options)
     if embedding is not None:
         return embedding
@@ -116,9 +169,8 @@ def _open(path: str, options: ReadOptions) -> Content:
     )
     if older is not None and older.tables:
         return CheckpointContent.of_older(path, older)
-    files = sorted(one for one in Path(path).iterdir() if is_table_file(one))
-    if files:
-        return FileContent(path, files, columns)
+    if table_files(path):
+        return FileContent(path, columns)
     raise NothingToReadError(_nothing(path, [] if older is None else older.notes))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,9 +22,21 @@ from dynamicemb.cli.contents.base import (
 )
 from dynamicemb.cli.contents.meta import Described
 from dynamicemb.cli.output import bytes_on_disk
-from dynamicemb.errors import CorruptStoreError, DynamicEmbError, InvalidArgumentError, StoreError
+from dynamicemb.errors import (
+    CorruptStoreError,
+    DynamicEmbError,
+    InvalidArgumentError,
+    ReplacedCheckpointError,
+    StoreError,
+)
 from dynamicemb.one_embedding import folders, oneflow_layout
-from dynamicemb.one_embedding.sources import Source, note_of
+from dynamicemb.one_embedding.sources import (
+    Source,
+    note_of,
+    snapshot_file,
+    snapshot_text,
+    unless_dropped,
+)
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.routing import Routing
 from dynamicemb.table.rows import Progress
@@ -50,10 +63,9 @@ def _snapshots(some: tuple[str, ...]) -> dict[str, int | None]:
     found: dict[str, int | None] = {
         name: ours[name] for name in sorted(ours, key=lambda n: ours[n])
     }
-    if found or not all(oneflow_layout.has_table(folder) for folder in some):
+    if found:
         return found
-    place = os.path.join(some[0], "snapshots")
-    names = sorted(os.listdir(place), key=lambda n: os.stat(os.path.join(place, n)).st_mtime_ns)
+    names = oneflow_layout.snapshots(some[0])
     whole = (n for n in names if all(oneflow_layout.has_snapshot(one, n) for one in some))
     return dict.fromkeys(whole)
 
@@ -89,6 +101,8 @@ class OneEmbeddingContent(Content):
         }
         try:
             self._note, self._floats, self._block, bytes_ = self._shape(key_type)
+        except StoreError:
+            raise
         except OSError as error:
             raise StoreError(error.errno, f"{error.strerror}: {error.filename}") from error
         said = Described(self._note)
@@ -150,14 +164,14 @@ class OneEmbeddingContent(Content):
             return {}, numbers["VALUE_SIZE"] // 4, numbers["PHYSICAL_BLOCK_SIZE"], size
         self._key_type = torch.int64
         stored = folders.stored_name(self.snapshot, self._stamp)
-        rows = folders.rows_folder(first)
-        file = os.path.join(rows, "snapshots", stored)
-        with open(file, encoding="ascii", errors="replace") as opened:
-            found = _ROWS.search(opened.read())
+        file = snapshot_file(first, stored)
+        with unless_dropped(first, stored):
+            found = _ROWS.search(snapshot_text(file))
+            note = note_of(first, stored)
         if found is None:
             raise CorruptStoreError(None, f"{file} does not say how long a row is")
         size = sum(_bytes_in(folders.rows_folder(folder)) for folder in self._folders)
-        return note_of(first, stored), (int(found[1]) - 8) // 4, int(found[2]), size
+        return note, (int(found[1]) - 8) // 4, int(found[2]), size
 
     def _optimizer(self) -> Optimizer | None:
         kind = OptimizerKind.__members__.get(str(self._note.get("optimizer")))
@@ -208,6 +222,8 @@ class OneEmbeddingContent(Content):
             try:
                 for batch in self.batches(table, place):
                     yield len(batch) * table.row_bytes()
+            except ReplacedCheckpointError:
+                raise
             except DynamicEmbError as error:
                 yield Damage(str(error), folder, table.label)
 
@@ -217,8 +233,9 @@ def _name_of(path: str) -> str:
 
 
 def _bytes_in(folder: str) -> int:
-    return sum(
-        bytes_on_disk(os.path.join(place, name))
-        for place, _, names in os.walk(folder)
-        for name in names
-    )
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a trainer tidies its store meanwhile
+                total += bytes_on_disk(os.path.join(place, name))
+    return total

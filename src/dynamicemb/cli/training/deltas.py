@@ -16,6 +16,7 @@ from torch import nn
 
 from dynamicemb.checkpoint.delta import Delta, dump_delta
 from dynamicemb.cli.training.ranks import Ranks
+from dynamicemb.cli.training.saving import UNFINISHED, remove_folder
 from dynamicemb.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Deltas:
 
     def _remove_old(self) -> None:
         if self._ranks.first:
+            for left in self.folder.glob(f"*{UNFINISHED}"):
+                shutil.rmtree(left)
             for _, path in self._found()[: -self._keep]:
-                shutil.rmtree(path)
+                remove_folder(path)
         self._ranks.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import glob
-import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from dynamicemb.cli.training.batch import Batch, Source
 from dynamicemb.cli.training.schema import FileSchema
 from dynamicemb.errors import DynamicEmbError, InvalidArgumentError, missing_package
+from dynamicemb.texts import text_ids
 
 try:
     import pyarrow as pa
@@ -66,14 +66,11 @@ def _kind_of(path: Path) -> str:
     raise InvalidArgumentError(f"--data {path}: unknown kind of file; allowed: {allowed}")
 
 
-def hash_texts(texts: pa.Array) -> np.ndarray:
-    """Texts as 64-bit ids, the same on every machine: BLAKE2b with 8 bytes, little-endian."""
+def _ids_of_texts(texts: pa.Array) -> np.ndarray:
+    """Each distinct text is hashed once."""
     encoded = texts.dictionary_encode()
-    distinct = encoded.dictionary.to_pylist()
-    hashed = [hashlib.blake2b(one.encode(), digest_size=8).digest() for one in distinct]
-    ids = np.frombuffer(b"".join(hashed), dtype="<i8")
-    places = np.asarray(encoded.indices)
-    return ids[places] if len(ids) else np.empty(0, np.int64)
+    ids: np.ndarray = text_ids(encoded.dictionary.to_pylist()).numpy()
+    return ids[np.asarray(encoded.indices)] if len(ids) else ids
 
 
 class FileSource(Source):
@@ -321,7 +318,7 @@ class _Checker:
             values = values.dictionary_decode()
             kind = values.type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            return hash_texts(values)
+            return _ids_of_texts(values)
         if pa.types.is_uint64(kind):
             return np.asarray(values).view(np.int64)
         if pa.types.is_integer(kind):

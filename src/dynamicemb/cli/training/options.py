@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynamicemb.cli.arguments import MAX_PORT, MAX_THREADS, option
-from dynamicemb.errors import UsageError, wrong_value
+from dynamicemb.errors import UsageError, check_path, wrong_value
 from dynamicemb.table.base import MAX_DIM
 
 MODEL_NAMES = ("dlrm", "deepfm", "dcn")
@@ -45,8 +45,23 @@ def _ttl(name: str, value: str) -> str:
     return value
 
 
+def _folder(name: str, value: str) -> str:
+    return check_path(name, value, "a folder")
+
+
+def _files(name: str, value: str) -> str:
+    return check_path(name, value, "files and globs")
+
+
+def _schema(name: str, value: str) -> str:
+    return check_path(name, value, "criteo, or a YAML file")
+
+
 def _store(name: str, value: str) -> str:
-    if value == "memory" or re.fullmatch("ssd:.+", value) or value.startswith(REMOTE):
+    if value.startswith("ssd:"):
+        check_path(name, value[4:], "ssd:FOLDER, a folder")
+        return value
+    if value == "memory" or value.startswith(REMOTE):
         return value
     shown = value.rpartition("@")[2] or value  # a URL may have a password
     raise wrong_value(name, shown, f"memory, ssd:FOLDER, {', '.join(REMOTE)}")
@@ -64,9 +79,14 @@ class TrainOptions:
 
     # the examples
     data: list[str] = option(  # noqa: RUF009
-        (), "Parquet, CSV or TSV files and globs instead of the built-in stream", many=True
+        (),
+        "Parquet, CSV or TSV files and globs instead of the built-in stream",
+        many=True,
+        check=_files,
     )
-    schema: str | None = option(None, "of --data: criteo, or a YAML file that names the columns")
+    schema: str | None = option(
+        None, "of --data: criteo, or a YAML file that names the columns", check=_schema
+    )
     days: int = option(16, "days of the built-in stream", minimum=1)
     examples_per_day: int = option(400_000, "examples of a day of the built-in stream", minimum=1)
     new_ids: int = option(
@@ -118,7 +138,9 @@ class TrainOptions:
     threads: int = option(1, "threads of torch and of the tables", minimum=1, maximum=MAX_THREADS)
     window: int = option(100_000, "examples of the sliding window of the metrics", minimum=1)
     log_every: int = option(50, "steps between two points of the metrics", minimum=1)
-    out: str = option("dynamicemb-run", "folder of checkpoints, metrics and the report")
+    out: str = option(
+        "dynamicemb-run", "folder of checkpoints, metrics and the report", check=_folder
+    )
     checkpoint_minutes: float = option(
         0.5, "minutes between two checkpoints; 0: none by time", minimum=0.0
     )
@@ -136,7 +158,9 @@ class TrainOptions:
         minimum=0,
         maximum=MAX_PORT,
     )
-    tensorboard: str | None = option(None, "folder for the metrics as TensorBoard reads them")
+    tensorboard: str | None = option(
+        None, "folder for the metrics as TensorBoard reads them", check=_folder
+    )
     report: bool = option(True, "write report.html at the end")
 
     @property

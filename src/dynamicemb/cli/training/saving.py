@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pickle
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +31,8 @@ from dynamicemb.errors import CheckpointError, CorruptCheckpointError, UsageErro
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-_UNFINISHED = ".unfinished"
+#: Ending of a folder that is not there yet, or not any more.
+UNFINISHED = ".unfinished"
 _NAME = re.compile(r"step-\d+")
 
 
@@ -46,6 +49,14 @@ def run_folder(path: Path) -> Iterator[None]:
         if not folder.lock():
             raise UsageError(f"another dynamicemb train is running in --out {path}")
         yield
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of checkpoints. It first gets another name, so that nobody finds a part of
+    it, and whoever reads it sees that it is gone; what a kill leaves is removed by the next one."""
+    hidden = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 class Checkpoints:
@@ -74,11 +85,11 @@ class Checkpoints:
         first rank; ``own``: of this rank. What cannot be written is a ``CheckpointError``.
         """
         target = self.folder / f"step-{step:010d}"
-        draft = self.folder / (target.name + _UNFINISHED)
+        draft = self.folder / (target.name + UNFINISHED)
         try:
             if self._ranks.first:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for old in self.folder.glob(f"*{_UNFINISHED}"):
+                for old in self.folder.glob(f"*{UNFINISHED}"):
                     shutil.rmtree(old)
                 draft.mkdir()
             self._ranks.wait()
@@ -103,11 +114,11 @@ class Checkpoints:
         for file in (draft / "run.sha256", draft):
             _sync(file)
         if target.exists():
-            shutil.rmtree(target)
+            remove_folder(target)
         draft.rename(target)
         _sync(self.folder)
         for old in self.found()[self._keep :]:
-            shutil.rmtree(old)
+            remove_folder(old)
 
     def _own_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"rank-{self._ranks.rank}.pt"
@@ -138,8 +149,8 @@ class Checkpoints:
         """Remove all checkpoints of this folder."""
         self._ranks.wait()  # nobody looks for them any more
         if self._ranks.first:
-            for path in [*self.found(), *self.folder.glob(f"*{_UNFINISHED}")]:
-                shutil.rmtree(path)
+            for path in [*self.found(), *self.folder.glob(f"*{UNFINISHED}")]:
+                remove_folder(path)
         self._ranks.wait()
 
 
@@ -173,9 +184,13 @@ def _read(file: Path, digest: str) -> dict[str, Any]:
     try:
         if _digest(file) != digest:
             raise CorruptCheckpointError(f"{file} is not what was written")
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{file} holds {type(state).__name__}; allowed: a dictionary")
     return state
 
 

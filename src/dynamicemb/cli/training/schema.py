@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dynamicemb.checkpoint.json_object import shortened
 from dynamicemb.cli.arguments import suggestion
 from dynamicemb.cli.training.batch import Schema
-from dynamicemb.cli.yaml import read_yaml
-from dynamicemb.errors import InvalidArgumentError, wrong_value
+from dynamicemb.cli.yaml import LONGEST, read_yaml
+from dynamicemb.errors import InvalidArgumentError
 
 KEYS = ("label", "dense", "sparse", "tables", "dense_transform", "columns", "separator")
 TRANSFORMS = ("none", "log1p")
@@ -56,7 +58,8 @@ def read_schema(name: str) -> FileSchema:
     if name == "criteo":
         return criteo()
     try:
-        text = Path(name).read_text()
+        with Path(name).open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)  # the rest would be refused
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InvalidArgumentError(
@@ -69,32 +72,32 @@ def _from_mapping(values: dict[str, Any], where: str) -> FileSchema:
     for key in values:
         if key not in KEYS:
             hint = suggestion(key, KEYS)
-            raise InvalidArgumentError(f"unknown key {key!r} in {where}{hint}")
+            raise InvalidArgumentError(f"unknown key {shortened(key)} in {where}{hint}")
     label = values.get("label")
     if not isinstance(label, str):
-        raise wrong_value(f"label in {where}", label, "the name of the column of clicks")
+        raise _wrong(f"label in {where}", label, "the name of the column of clicks")
     dense = _names(values, "dense", where)
     tables: dict[str, tuple[str, ...]] = {
         _table_name(name): (name,) for name in _names(values, "sparse", where)
     }
     shared = values.get("tables") or {}
     if not isinstance(shared, dict):
-        raise wrong_value(f"tables in {where}", shared, "`table: [column, ...]` lines")
+        raise _wrong(f"tables in {where}", shared, "`table: [column, ...]` lines")
     for table in shared:
         tables[_table_name(table)] = _names(shared, table, where)
     schema = Schema(dense, tables)
-    every = [label, *dense, *schema.features]
+    every = Counter([label, *dense, *schema.features])
     if not schema.features:
         raise InvalidArgumentError(f"{where} names no sparse column; allowed: at least one")
-    for name in every:
-        if every.count(name) > 1:
-            raise InvalidArgumentError(f"column {name!r} is named twice in {where}")
+    for name, times in every.items():
+        if times > 1:
+            raise InvalidArgumentError(f"column {shortened(name)} is named twice in {where}")
     transform = values.get("dense_transform", "none")
     if transform not in TRANSFORMS:
-        raise wrong_value(f"dense_transform in {where}", transform, ", ".join(TRANSFORMS))
+        raise _wrong(f"dense_transform in {where}", transform, ", ".join(TRANSFORMS))
     separator = values.get("separator")
     if separator is not None and (not isinstance(separator, str) or len(separator) != 1):
-        raise wrong_value(f"separator in {where}", separator, "one character")
+        raise _wrong(f"separator in {where}", separator, "one character")
     columns = _names(values, "columns", where) if values.get("columns") else None
     return FileSchema(label, schema, transform, columns, separator)
 
@@ -102,8 +105,12 @@ def _from_mapping(values: dict[str, Any], where: str) -> FileSchema:
 def _names(values: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     names = values.get(key) or []
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        raise wrong_value(f"{key} in {where}", names, "a list of column names")
+        raise _wrong(f"{key} in {where}", names, "a list of column names")
     return tuple(names)
+
+
+def _wrong(name: str, value: object, allowed: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name} is {shortened(value)}; allowed: {allowed}")
 
 
 def _table_name(name: str) -> str:

@@ -130,8 +130,8 @@ def _dynamic_plan(
 
 
 def _fused(options: TrainOptions) -> dict[str, Any]:
-    name = OPTIMIZERS[options.optimizer].name
-    kind = FbgemmOptimType.EXACT_SGD if name == "SGD" else FbgemmOptimType[name]
+    name = OPTIMIZERS[options.optimizer]
+    kind = FbgemmOptimType("exact_sgd" if name == "sgd" else name)
     return {"optimizer": kind, "learning_rate": options.lr}
 
 

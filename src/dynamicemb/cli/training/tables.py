@@ -19,7 +19,7 @@ from dynamicemb.capacity import get_table_bytes
 from dynamicemb.cli.training.options import TrainOptions
 from dynamicemb.nn import discovery
 from dynamicemb.nn.discovery import find_collections
-from dynamicemb.optimizers import EmbOptimType, Optimizer, get_optimizer_state_dim
+from dynamicemb.optimizers import Optimizer, get_optimizer_state_dim
 from dynamicemb.options import (
     DEFAULT_BUCKET_CAPACITY,
     DynamicEmbInitializerArgs,
@@ -32,11 +32,11 @@ from dynamicemb.options import (
 from dynamicemb.table import Table
 from dynamicemb.tiers import RemoteStore, SsdStore
 
-OPTIMIZERS: Mapping[str, EmbOptimType] = {
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "sgd": EmbOptimType.SGD,
-    "adam": EmbOptimType.ADAM,
+OPTIMIZERS: Mapping[str, str] = {
+    "adagrad": "exact_adagrad",
+    "rowwise_adagrad": "exact_row_wise_adagrad",
+    "sgd": "sgd",
+    "adam": "adam",
 }
 
 SCORES: Mapping[str, ScoreStrategy] = {
