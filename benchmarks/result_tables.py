@@ -1,4 +1,4 @@
-"""Puts the tables of docs/benchmarks.md and of the README into them, from benchmarks/results.
+"""Puts the tables of measured numbers into the documents, from benchmarks/results.
 
     python benchmarks/result_tables.py
 
@@ -16,7 +16,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+DOCUMENTS = (
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "guides" / "single_process.md",
+    ROOT / "README.md",
+)
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -220,10 +224,25 @@ def gpu() -> str:
     return f"{words}\n{table(head, rows)}"
 
 
+def initial_values() -> str:
+    name, result = newest("initial-values")
+    columns = list(dict.fromkeys((row["task"], row["optimizer"]) for row in result["rows"]))
+    by_start: dict[str, dict[tuple[str, str], str]] = {}
+    for row in result["rows"]:
+        cell = " ".join(f"{value:.3f}" for value in row["auc"])
+        by_start.setdefault(row["start"], {})[row["task"], row["optimizer"]] = cell
+    rows = [[start, *(cells[one] for one in columns)] for start, cells in by_start.items()]
+    head = ["rows start from", *(f"{task}, {optimizer}" for task, optimizer in columns)]
+    return f"{source(name, result, 'python benchmarks/initial_values.py ml-100k.inter')}\n" + table(
+        head, rows
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "checkpoint": checkpoint,
     "cpu": cpu,
     "gpu": gpu,
+    "initial_values": initial_values,
     "managed_collision": managed_collision,
     "redis": redis,
     "summary": summary,

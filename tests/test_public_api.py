@@ -66,6 +66,7 @@ NAMES = {
     "OptimizerArgs",
     "OutOfMemoryError",
     "ProbabilityAdmissionStrategy",
+    "ReplacedCheckpointError",
     "ScoreStrategy",
     "StoreError",
     "UsageError",
@@ -76,6 +77,8 @@ NAMES = {
     "get_sharded_table_capacity",
     "get_table_value_bytes",
     "string_to_evict_strategy",
+    "text_id",
+    "text_ids",
     "torch_to_dyn_emb",
 }
 
@@ -204,6 +207,8 @@ SIMPLE = {
     "optimizer": "None",
     "optimizer_args": "None",
     "options": "None",
+    "init_std": "None",
+    "init_range": "None",
     "seed": "None",
     "name": "rows",
     "device": "None",
@@ -454,11 +459,14 @@ def test_dump_and_load() -> None:
 
 def test_one_embedding() -> None:
     assert set(one_embedding.__all__) == {
+        "Adagrad",
+        "Adam",
         "Embedding",
         "Ftrl",
         "MultiTableEmbedding",
         "MultiTableMultiColumnEmbedding",
         "Optimizer",
+        "SGD",
         "SmartDecayAdam",
         "make_cached_host_mem_store_options",
         "make_cached_remote_store_options",
@@ -479,7 +487,7 @@ def test_one_embedding() -> None:
     assert defaults(one_embedding.MultiTableEmbedding) == of_oneflow | {
         "seed": "0",
         "share_ids": "True",
-        "resume": "True",
+        "resume": "None",
         "gradient_reduction": "sum",
         "process_group": "None",
         "device": "None",

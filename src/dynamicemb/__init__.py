@@ -1,5 +1,7 @@
 """dynamicemb: embedding tables for PyTorch whose ids are any 64-bit integers."""
 
+from typing import TYPE_CHECKING
+
 try:  # first: the modules below import it by this name
     import dynamicemb._engine  # noqa: F401  (tells a missing module from one that fails)
     from dynamicemb import _engine as _engine
@@ -34,6 +36,7 @@ from dynamicemb.errors import (
     InsertionError,
     InvalidArgumentError,
     OutOfMemoryError,
+    ReplacedCheckpointError,
     StoreError,
     UsageError,
 )
@@ -42,10 +45,11 @@ from dynamicemb.nn import (
     BatchedDynamicEmbeddingTablesV2,
     DynamicEmbedding,
     DynamicEmbeddingBag,
+    averaging,  # noqa: F401  lets torch's AveragedModel average rows
     compiled,  # noqa: F401  registers the operators
     torch_optim,  # noqa: F401  registers the hooks
 )
-from dynamicemb.optimizers import EmbOptimType, OptimizerArgs
+from dynamicemb.optimizers import OptimizerArgs, emb_optim_type_of
 from dynamicemb.options import (
     BATCH_SIZE_PER_DUMP,
     BUCKET_ALIGNMENT,
@@ -62,12 +66,18 @@ from dynamicemb.options import (
     align_to_table_size,
     string_to_evict_strategy,
 )
+from dynamicemb.texts import text_id, text_ids
 from dynamicemb.types import (
     data_type_to_dtype,
     data_type_to_dyn_emb,
     dyn_emb_to_torch,
     torch_to_dyn_emb,
 )
+
+if TYPE_CHECKING:
+    from dynamicemb.optimizers import EmbOptimType
+else:
+    __getattr__ = emb_optim_type_of(__name__)  # fbgemm's class, imported when it is asked for
 
 __version__ = "0.1.0"
 
@@ -106,6 +116,7 @@ __all__ = [
     "OptimizerArgs",
     "OutOfMemoryError",
     "ProbabilityAdmissionStrategy",
+    "ReplacedCheckpointError",
     "ScoreStrategy",
     "StoreError",
     "TableLoad",
@@ -118,5 +129,7 @@ __all__ = [
     "get_sharded_table_capacity",
     "get_table_value_bytes",
     "string_to_evict_strategy",
+    "text_id",
+    "text_ids",
     "torch_to_dyn_emb",
 ]

@@ -25,6 +25,12 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     return x.bitwise_xor_((x >> 33).bitwise_and_(low_31))
 
 
+def bucket_of(ids: torch.Tensor, buckets: int) -> torch.Tensor:
+    """int64 [n]: which of ``buckets`` buckets each id lives in."""
+    high = (mix(ids.view(torch.int64)) >> 32) & 0xFFFFFFFF
+    return (high * buckets) >> 32
+
+
 _UNMIX_1 = signed(pow(0xFF51AFD7ED558CCD, -1, 2**64))
 _UNMIX_2 = signed(pow(0xC4CEB9FE1A85EC53, -1, 2**64))
 

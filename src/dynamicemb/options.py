@@ -239,6 +239,8 @@ class DynamicEmbInitializerArgs:
     upper: float | None = None
     value: float = 0.0
 
+    _chosen = True
+
     def __post_init__(self) -> None:
         self.validate()
 
@@ -259,6 +261,18 @@ class DynamicEmbInitializerArgs:
             return
         if self.lower > self.upper or (truncated and self.lower == self.upper):
             raise wrong_value("lower", self.lower, f"less than upper ({self.upper})")
+
+
+def _not_chosen() -> DynamicEmbInitializerArgs:
+    args = DynamicEmbInitializerArgs()
+    args._chosen = False
+    return args
+
+
+def is_chosen(args: DynamicEmbInitializerArgs) -> bool:
+    """Whether a user gave them, be it with the default values; False for those that options have by
+    themselves."""
+    return args._chosen or args != DynamicEmbInitializerArgs()
 
 
 def complete_initializer_args(
@@ -334,7 +348,8 @@ class DynamicEmbTableOptions(HKVConfig):
     bucket_capacity: slots of a bucket, a multiple of 16, or ``MAX_BUCKET_CAPACITY`` (one bucket).
     safe_check_mode: see :class:`DynamicEmbCheckMode`.
     initializer_args: values of a new row. Bounds that are ``None``: the planner takes -/+
-        ``sqrt(1 / num_embeddings)``, a table without a planner 0 and 1.
+        ``sqrt(1 / num_embeddings)``, a table without a planner 0 and 1. ``DynamicEmbedding`` and
+        ``DynamicEmbeddingBag`` have a default of their own in the place of this one.
     score_strategy: see :class:`DynamicEmbScoreStrategy`; or the pair (TIMESTAMP, LFU), which keeps
         both scores and evicts by the count.
     eval_initializer_args: what a missing id reads in evaluation; must be CONSTANT.
@@ -364,7 +379,7 @@ class DynamicEmbTableOptions(HKVConfig):
     num_of_buckets_per_alloc.
     """
 
-    initializer_args: DynamicEmbInitializerArgs = field(default_factory=DynamicEmbInitializerArgs)
+    initializer_args: DynamicEmbInitializerArgs = field(default_factory=_not_chosen)
     score_strategy: ScoreStrategy = DynamicEmbScoreStrategy.TIMESTAMP
     eval_initializer_args: DynamicEmbInitializerArgs = field(default_factory=_constant_zero)
     training: bool = True

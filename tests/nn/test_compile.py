@@ -148,12 +148,33 @@ def test_evaluation_inserts_nothing() -> None:
 
 def test_a_frozen_module() -> None:
     model = Words(optimizer="sgd", optimizer_args=OptimizerArgs(learning_rate=1.0))
-    model.rows.requires_grad_(False)
     ids = torch.randint(1, 20, (4, 5))
     flat = ids.reshape(-1)
     before = model.rows(flat)
-    compiled(model)(ids).sum().backward()
+    model.rows.requires_grad_(False)
+    call = compiled(model)
+    call(ids).sum().backward()
     assert torch.equal(model.rows.table.find(flat).embeddings, before)
+    assert torch.equal(call(ids + 100), model(ids + 100))
+    assert not model.rows.table.contains(flat + 100).any()
+    model.rows.requires_grad_(True)
+    call(ids + 100).sum().backward()
+    assert model.rows.table.contains(flat + 100).all()
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_weights_of_bags_that_are_only_read(evaluation: bool) -> None:
+    model = Bags()
+    ids, offsets = torch.arange(12), torch.tensor([0, 3, 3, 9])
+    model(ids, offsets, None)
+    model.train(not evaluation).rows.requires_grad_(evaluation)
+    gradients = []
+    for call in (model, compiled(model)):
+        weights = torch.linspace(-1, 1, 12).requires_grad_()
+        call(ids + 5, offsets, weights).sum().backward()
+        gradients.append(weights.grad)
+    assert gradients[0].abs().sum() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_two_models_of_one_class() -> None:
@@ -192,10 +213,13 @@ def test_the_operators_pass_torchs_own_check() -> None:
     module = DynamicEmbeddingBag(4, mode="sum", options=table_options(4))
     arguments = (
         module.handle,
+        module._key,
         torch.tensor([1, 2, 3]),
         torch.tensor([0, 1, 3]),
         torch.rand(3, requires_grad=True),
-        module._key,
+        1,
+        4,
+        torch.float32,
         True,
     )
     torch.library.opcheck(

@@ -10,7 +10,12 @@ import torch
 from pairs import table_options
 from torch import nn
 
-from dynamicemb import BatchedDynamicEmbeddingTables, DynamicEmbedding, DynamicEmbeddingBag
+from dynamicemb import (
+    BatchedDynamicEmbeddingTables,
+    DynamicEmbedding,
+    DynamicEmbeddingBag,
+    UsageError,
+)
 
 IDS = torch.arange(6)
 MODULES: dict[str, Any] = {
@@ -94,6 +99,12 @@ def test_a_handle_that_is_replaced_is_the_modules_own() -> None:
         handle = module.handle
         module.half()
         assert module.handle is not handle
+        module.to("cpu")
+        module.handle.data.normal_()
+        module.to("cpu")
+        with pytest.raises(UsageError, match="something changed the parameter 'handle'"):
+            module(IDS)
+        module.accept_written()
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     module.float()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,16 +70,7 @@ def test_what_is_in_it() -> None:
     module(torch.tensor([5, -7])).sum().backward()
     state = module.state_dict()
     assert set(state) == {"handle"} | {
-        f"words.{name}"
-        for name in (
-            "ids",
-            "embeddings",
-            "state",
-            "scores",
-            "counter_ids",
-            "counter_counts",
-            "meta",
-        )
+        f"words.{name}" for name in ("ids", "embeddings", "state", "scores", "meta")
     }
     assert sorted(state["words.ids"].tolist()) == [-7, 5]
     found = module.table.find(state["words.ids"])
@@ -225,6 +219,18 @@ def test_rows_that_do_not_fit_are_counted() -> None:
     assert torch.equal(again.table.find(kept).scores, module.table.find(kept).scores)
 
 
+def counting() -> DynamicEmbedding:
+    """Three rows, and counted ids."""
+    options = table_options(
+        4, admit_strategy=FrequencyAdmissionStrategy(2), admission_counter=KVCounter(64)
+    )
+    module = DynamicEmbedding(4, optimizer="adam", options=options)
+    module(torch.arange(5)).sum().backward()
+    module(torch.arange(3)).sum().backward()
+    assert len(module.table) == 3
+    return module
+
+
 class Nested(nn.Module):
     def __init__(self, dim: int = 3) -> None:
         super().__init__()
@@ -251,11 +257,9 @@ def test_strict_names_what_is_missing_and_unexpected() -> None:
     extra = {**state, "bag.other.ids": torch.zeros(1)}
     with pytest.raises(RuntimeError, match=r"Unexpected key.*bag\.other\.ids"):
         again.load_state_dict(extra)
-    missing = {k: v for k, v in state.items() if k != "bag.rows.scores"}
-    with pytest.raises(RuntimeError, match=r"Missing key.*bag\.rows\.scores"):
-        again.load_state_dict(missing)
-    report = again.load_state_dict(missing, strict=False)
-    assert report.missing_keys == ["bag.rows.scores"]
+    without = {k: v for k, v in state.items() if not k.startswith("bag.rows")}
+    with pytest.raises(RuntimeError, match=r"Missing key.*bag\.rows\.ids.*bag\.rows\.meta"):
+        again.load_state_dict(without)
     report = again.load_state_dict(extra, strict=False)
     assert report.unexpected_keys == ["bag.other.ids"]
     assert same(model, again)
@@ -318,12 +322,13 @@ def test_state_of_another_optimizer_is_refused_by_a_fused_module() -> None:
         ("ids", lambda t: t[None], "ids.shape"),
         ("meta", lambda t: t[:-1], "meta"),
         ("meta", lambda t: t + 1, "meta"),
+        ("ids", lambda t: t[1:], "has 2 ids; allowed: 3"),
+        ("counter_ids", lambda t: t[1:], "has 4 counter_ids; allowed: 5"),
         ("counter_counts", lambda t: t.float(), "counts.*float32"),
     ],
 )
 def test_damaged_content_is_refused_before_any_change(name: str, change: Any, message: str) -> None:
-    module = DynamicEmbedding(4, optimizer="adam")
-    module(torch.arange(3)).sum().backward()
+    module = counting()
     state = module.state_dict()
     damaged = {**state, f"rows.{name}": change(state[f"rows.{name}"])}
     with pytest.raises(RuntimeError, match=message):
@@ -380,3 +385,212 @@ def test_options_with_optimizer_args() -> None:
     fast(torch.arange(2))
     slow.load_state_dict(fast.state_dict())
     assert slow.table.optimizer.args.learning_rate == 0.1
+
+
+# ---- tensors that are empty, or lacking ----
+
+
+def model_of_every_kind() -> nn.ModuleDict:
+    """Modules with rows and without, with counters, with state and without."""
+    model = nn.ModuleDict(
+        {
+            "sgd": DynamicEmbedding(3, optimizer="sgd"),
+            "adam": DynamicEmbeddingBag(3, optimizer="adam"),
+            "empty": DynamicEmbedding(3),
+            "counting": counting(),
+            "batched": batched(),
+            "dense": nn.Linear(3, 1),
+        }
+    )
+    model["sgd"](torch.arange(5)).sum().backward()
+    model["adam"](torch.arange(6).reshape(2, 3)).sum().backward()
+    model["batched"](torch.arange(3), torch.tensor([0, 3, 3])).sum().backward()  # no item
+    return model
+
+
+def in_older_form(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As it was written before: format 1, with the empty tensors."""
+    older = dict(state)
+    for name, meta in state.items():
+        if not name.endswith(".meta"):
+            continue
+        older[name] = torch.cat([torch.tensor([1]), meta[1:9]])
+        prefix = name.removesuffix("meta")
+        rows, dim = int(meta[9]), 5 if prefix.endswith("item.") else 3
+        sizes = {"ids": (rows,), "embeddings": (rows, dim), "state": (rows, 0), "scores": (rows,)}
+        sizes |= {"counter_ids": (0,), "counter_counts": (0,)}
+        for part, size in sizes.items():
+            if prefix + part not in state:
+                half = prefix.endswith("item.") and part == "embeddings"
+                kind = torch.int64 if len(size) == 1 else torch.float32
+                older[prefix + part] = torch.empty(size, dtype=torch.bfloat16 if half else kind)
+    if "batched.item.state" in older:
+        older["batched.item.state"] = torch.empty(0, 10)
+    return older
+
+
+def test_no_tensor_is_empty() -> None:
+    state = model_of_every_kind().state_dict()
+    assert [name for name, tensor in state.items() if tensor.numel() == 0] == []
+    assert "empty.rows.meta" in state
+    for name in ("empty.rows.ids", "sgd.rows.state", "batched.item.ids", "adam.rows.counter_ids"):
+        assert name not in state
+
+
+def test_a_dictionary_with_the_empty_tensors_loads() -> None:
+    model, again = model_of_every_kind(), model_of_every_kind()
+    state = in_older_form(model.state_dict())
+    assert len(state) > len(model.state_dict())
+    for module in again.values():
+        for table in getattr(module, "tables", ()):
+            table.insert(torch.tensor([77]), torch.ones(1, table.dim, dtype=table.dtype))
+    report = again.load_state_dict(through_a_file(state))
+    assert not report.missing_keys
+    assert not report.unexpected_keys
+    assert same(model, again)
+
+
+def test_an_older_dictionary_whose_empty_tensors_a_library_dropped_loads() -> None:
+    model, again = model_of_every_kind(), model_of_every_kind()
+    older = in_older_form(model.state_dict())
+    state = {
+        name: tensor
+        for name, tensor in older.items()
+        if tensor.numel() or name.startswith(("empty.", "batched.item"))
+    }
+    again.load_state_dict(state)
+    assert same(model, again)
+    # Of a table without rows nothing but its numbers would be left, and these did not count rows.
+    for name in ("ids", "embeddings", "scores"):
+        del state[f"empty.rows.{name}"]
+    with pytest.raises(RuntimeError, match="'rows' has no ids, embeddings, scores; allowed"):
+        again.load_state_dict(state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_table_that_lacks_a_tensor_is_an_error_and_nothing_changes(strict: bool) -> None:
+    module, again = counting(), counting()
+    again(torch.tensor([50, 50]))
+    before = again.state_dict()
+    state = module.state_dict()
+    for name in state:
+        if name == "handle":
+            continue
+        part = {key: tensor for key, tensor in state.items() if key != name}
+        with pytest.raises(RuntimeError, match=f"has no {name.removeprefix('rows.')}"):
+            again.load_state_dict(part, strict=strict)
+        alone = {"handle": state["handle"], name: state[name]}
+        with pytest.raises(RuntimeError, match="the content .*has no"):
+            again.load_state_dict(alone, strict=strict)
+    after = again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_dictionary_with_nothing_of_a_module_reports_it_and_leaves_it_alone() -> None:
+    model, again = Nested(), Nested()
+    for one in (model, again):
+        one.bag(torch.arange(6).reshape(2, 3)).sum().backward()
+    before = copy.deepcopy(again.state_dict())
+    dense = {name: one for name, one in model.state_dict().items() if name.startswith("head")}
+    report = again.load_state_dict(dense, strict=False)
+    assert set(report.missing_keys) == {
+        *("inner.words.handle", "bag.handle"),
+        *(
+            f"{module}.rows.{name}"
+            for module in ("inner.words", "bag")
+            for name in ("ids", "embeddings", "scores", "meta")
+        ),
+    }
+    after = again.state_dict()
+    for name, tensor in before.items():
+        assert name in dense or torch.equal(tensor, after[name]), name
+    again.bag(torch.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("what", ["handle", "user", "handle and user", "item"])
+def test_a_part_of_a_modules_tables_is_an_error_and_nothing_changes(
+    what: str, strict: bool
+) -> None:
+    """As of shadows of parameters, which have the handle and no rows."""
+    module, again = batched(), batched()
+    steps(module, 2, seed=1)
+    steps(again, 2, seed=9)
+    before = copy.deepcopy(again.state_dict())
+    parts = what.split(" and ")
+    part = {
+        name: one for name, one in module.state_dict().items() if name.partition(".")[0] in parts
+    }
+    with pytest.raises(RuntimeError, match=r"no rows of this table; allowed: all tables of") as e:
+        again.load_state_dict(part, strict=strict)
+    for name in ("user", "item"):
+        assert (f"table {name!r}: the dictionary has" in str(e.value)) == (name not in parts)
+    after = again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    steps(again, 1, seed=2)
+
+
+def test_shadows_of_parameters_are_no_state_dict() -> None:
+    """The dense weights would be averages, and the rows those of now."""
+    model = nn.Sequential(DynamicEmbedding(4, seed=1), nn.Linear(4, 1))
+    model(torch.arange(3))
+    shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="the dictionary has only '0.handle', and no rows"):
+        model.load_state_dict(shadow, strict=False)
+
+
+def shared_by_address(state: dict[str, torch.Tensor]) -> set[str]:
+    """What Accelerate leaves out before it writes safetensors: all but the first of the tensors
+    whose memory begins at one address and has one size."""
+    seen: set[tuple[int, int]] = set()
+    shared = set()
+    for name, tensor in state.items():
+        memory = tensor.untyped_storage()
+        place = (memory.data_ptr(), memory.nbytes())
+        if place in seen:
+            shared.add(name)
+        seen.add(place)
+    return shared
+
+
+@pytest.mark.parametrize("way", ["file", "model", "accelerate"])
+def test_through_safetensors(way: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, again = model_of_every_kind(), model_of_every_kind()
+    file = tmp_path / "model.safetensors"
+    if way == "model":
+        safetensors.save_model(model, file)
+        assert safetensors.load_model(again, file) == (set(), [])
+    else:
+        state = model.state_dict()
+        if way == "accelerate":
+            assert shared_by_address(state) == set()
+        safetensors.save_file(state, file)
+        again.load_state_dict(safetensors.load_file(file))
+    assert same(model, again)
+
+
+def test_torchs_distributed_checkpoint_into_a_module_without_rows_is_an_error(
+    tmp_path: Path,
+) -> None:
+    """It reads only what the dictionary it is given has, and the rows are not among that."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    module, again = DynamicEmbedding(4), DynamicEmbedding(4)
+    module(torch.arange(100))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process without a process group
+        dcp.save(module.state_dict(), checkpoint_id=tmp_path)
+        state = again.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="'rows' has no ids, embeddings, scores"):
+        again.load_state_dict(state)
+    same_size = DynamicEmbedding(4)
+    same_size(torch.arange(100))
+    state = same_size.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path)
+    same_size.load_state_dict(state)
+    assert same(module, same_size)

@@ -347,9 +347,33 @@ def test_another_parameter_in_the_place_of_the_handle_is_refused() -> None:
     module.eval()
     assert torch.func.functional_call(module, others, (ids,)).shape == (3, 4)
     module.train()
-    module.handle = torch.nn.Parameter(torch.zeros(1))
+    fused = DynamicEmbedding(4, optimizer="sgd")
+    for one in (module, fused):
+        one.handle = torch.nn.Parameter(one.handle.detach().clone())
     with pytest.raises(UsageError, match="in the place of"):
         module(ids)
-    fused = DynamicEmbedding(4, optimizer="sgd")
-    fused.handle = torch.nn.Parameter(torch.zeros(1))
     fused(ids).sum().backward()  # rows are updated in backward
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_a_parameter_of_another_value_in_the_place_of_the_handle_is_refused_in_evaluation_too(
+    optimizer: str | None,
+) -> None:
+    """Weights of another moment, whose rows nobody looked for."""
+    module = DynamicEmbedding(4, optimizer=optimizer)
+    ids = torch.arange(3)
+    module(ids).sum().backward()
+    old = {name: one.detach().clone() for name, one in module.named_parameters()}
+    for _ in range(4):
+        module(ids).sum().backward()
+    now = {name: one.detach().clone() for name, one in module.named_parameters()}
+    for training in (True, False):
+        module.train(training)
+        if optimizer or not training:
+            torch.func.functional_call(module, now, (ids,))
+        with pytest.raises(UsageError, match="another parameter is in the place of a dynamic"):
+            torch.func.functional_call(module, old, (ids,))
+    module.handle = torch.nn.Parameter(torch.ones(1))
+    for use in (lambda: module(ids), module.state_dict):
+        with pytest.raises(UsageError, match="another parameter is in the place of a dynamic"):
+            use()

@@ -25,8 +25,9 @@ from dynamicemb.nn.checks import (
     check_weights,
 )
 from dynamicemb.nn.incremental import collect_rows, current_scores, dump_increment
-from dynamicemb.nn.module import DynamicModule, Plan, Prefetched
-from dynamicemb.optimizers import EmbOptimType, Optimizer, OptimizerArgs
+from dynamicemb.nn.module import DynamicModule
+from dynamicemb.nn.plan import Plan, Prefetched
+from dynamicemb.optimizers import Optimizer, OptimizerArgs
 from dynamicemb.options import (
     BATCH_SIZE_PER_DUMP,
     DynamicEmbPoolingMode,
@@ -47,7 +48,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         pooling_mode: SUM, MEAN, or NONE (then all tables have one dim).
         output_dtype: float32, float16 or bfloat16; pooling is in float32.
         device: of the tables, ids and outputs: "cpu", "cuda", ...; default: torch's default device.
-        optimizer: an ``EmbOptimType``, ours or fbgemm's. The numbers of ``OptimizerArgs`` follow as
+        optimizer: an ``EmbOptimType`` or its name. The numbers of ``OptimizerArgs`` follow as
             keywords (``learning_rate``, ``eps``, ``beta1``, ``weight_decay``, ...).
         separate_step: backward only keeps gradients; :meth:`step`, or a ``torch.optim`` optimizer
             over ``parameters()``, updates the rows with their sum.
@@ -69,7 +70,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         device: torch.device | str | None = None,
         enforce_hbm: bool = False,
         bounds_check_mode: Any = None,
-        optimizer: Any = EmbOptimType.SGD,
+        optimizer: Any = "sgd",
         *,
         separate_step: bool = False,
         seed: int | Sequence[int] | None = None,
@@ -198,12 +199,13 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         batches that are prefetched after them. ``frequency_counters`` (int64, one per id): how many
         occurrences each id stands for. On a GPU the current stream may be another one than that of
         ``forward``, which waits for it (``forward_stream`` is not needed). Does nothing in
-        evaluation.
+        evaluation, or if the module is frozen.
         """
         _refuse_variable_batches(batch_size_per_feature_per_rank)
         plan = self.plan(indices, offsets, None)
-        if not self.training:
+        if not self.learns:
             return
+        self.check_written()
         counts = None
         if frequency_counters is not None:
             counts = check_ids("frequency_counters", frequency_counters, self.device)
@@ -244,6 +246,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         batch_size: int = BATCH_SIZE_PER_DUMP,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All ids int64 [n] and rows float32 [n, dim] of a table."""
+        self.check_written()
         return collect_rows(
             self._table(table_name),
             None,
@@ -261,6 +264,7 @@ class BatchedDynamicEmbeddingTables(DynamicModule):
         of all its ranks, in rank order. See :func:`dynamicemb.incremental_dump.incremental_dump`.
         """
         _check_mapping("named_thresholds", named_thresholds)
+        self.check_written()
         tables = {name: self._table(name) for name in named_thresholds}
         increment = dump_increment(tables, named_thresholds, group=pg)
         return increment.rows, increment.scores

@@ -6,6 +6,7 @@ import torch
 
 from dynamicemb import _engine
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
+from dynamicemb.tracing import check_memory, check_tensor, refuse_tracers
 
 _INTEGERS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),
@@ -17,17 +18,19 @@ OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the memory of ``tensor`` can be read as it is."""
     return (
-        tensor.device == device
+        type(tensor) is torch.Tensor
+        and tensor.device == device
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not torch._is_functional_tensor(tensor)
     )
 
 
 def check_ids(name: str, ids: object, device: torch.device) -> torch.Tensor:
     """``ids`` as a contiguous int64 tensor (uint64 by its bits)."""
-    if not isinstance(ids, torch.Tensor):
-        raise wrong_type(name, ids, "a tensor of integers")
+    ids = check_tensor(name, ids, "a tensor of integers")
+    refuse_tracers()
     if ids.dtype is torch.int64 and _is_plain(ids, device):
         return ids
     if ids.dtype is torch.uint64:
@@ -39,8 +42,7 @@ def check_ids(name: str, ids: object, device: torch.device) -> torch.Tensor:
 
 def flat_ids(name: str, ids: object) -> torch.Tensor:
     """The numbers of a dense tensor of any shape, in one dimension."""
-    if not isinstance(ids, torch.Tensor):
-        raise wrong_type(name, ids, "a tensor of integers")
+    ids = check_tensor(name, ids, "a tensor of integers")
     if ids.is_nested or ids.layout is not torch.strided:
         layout = "nested" if ids.is_nested else ids.layout
         raise wrong_value(f"{name}.layout", layout, "torch.strided, of one size in all rows")
@@ -56,6 +58,7 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> torch
         )
     if tensor.layout != torch.strided:
         raise wrong_value(f"{name}.layout", tensor.layout, "torch.strided")
+    check_memory(name, tensor)
     return tensor.resolve_neg()
 
 

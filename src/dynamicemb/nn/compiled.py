@@ -1,7 +1,8 @@
 """The lookup as a custom operator, so that ``torch.compile`` keeps it in one graph.
 
-A compiled graph holds the number of a module and, between forward and backward, the number of a
-lookup. Eager code does not come here.
+A graph takes the key of its module as an input, which torch reads from the module when the graph
+runs: a graph is never bound to a module, and is the same in every process. Between forward and
+backward it holds the number of a lookup. Eager code does not come here.
 """
 
 from __future__ import annotations
@@ -16,35 +17,37 @@ from dynamicemb.nn.module import module_of
 @torch.library.custom_op("dynamicemb::lookup", mutates_args=())
 def lookup(
     handle: torch.Tensor,
+    key: torch.Tensor,
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
-    module: int,
-    training: bool,
+    features: int,
+    columns: int,
+    dtype: torch.dtype,
+    learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, number of the lookup)."""
-    target = module_of(module)
-    out, found = target.compute(target.plan(ids, offsets, weights))
-    number = -1 if found is None else target.park(found)
-    return out, torch.tensor([number], device="cpu")  # read by the host
+    """(output, number of the lookup). ``features``: of the bags; 0 if rows are not pooled."""
+    target = module_of(key)
+    out, found = target.compute(target.plan(ids, offsets, weights), learns)
+    return out, torch.tensor([target.park(found)], device="cpu")  # read by the host
 
 
 @lookup.register_fake
 def _(
     handle: torch.Tensor,
+    key: torch.Tensor,
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
-    module: int,
-    training: bool,
+    features: int,
+    columns: int,
+    dtype: torch.dtype,
+    learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    target = module_of(module)
-    if target.pooled and offsets is not None:
-        bags = (offsets.shape[0] - 1) // sum(target.features)
-        shape = (bags, target.output_columns)
-    else:
-        shape = (ids.shape[0], target.tables[0].dim)
-    out = ids.new_empty(shape, dtype=target.output_dtype)
+    rows = ids.shape[0]
+    if features and offsets is not None:
+        rows = (offsets.shape[0] - 1) // features
+    out = ids.new_empty((rows, columns), dtype=dtype)
     return out, torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
@@ -52,15 +55,15 @@ def _(
 def lookup_backward(
     gradient: torch.Tensor,
     number: torch.Tensor,
+    key: torch.Tensor,
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
-    module: int,
     row_gradient: bool,
     weight_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the handle, gradient of the weights or an empty tensor)."""
-    target = module_of(module)
+    target = module_of(key)
     plan = target.plan(ids, offsets, weights)
     found = target.unpark(int(number.item()))
     of_weights = target.propagate(plan, found, gradient, rows=row_gradient, weights=weight_gradient)
@@ -74,10 +77,10 @@ def lookup_backward(
 def _(
     gradient: torch.Tensor,
     number: torch.Tensor,
+    key: torch.Tensor,
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
-    module: int,
     row_gradient: bool,
     weight_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,19 +92,23 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _, ids, offsets, weights, module, _ = inputs
-    ctx.save_for_backward(output[1], ids, offsets, weights)
-    ctx.module = module
+    _, key, ids, offsets, weights, *_ = inputs
+    ctx.save_for_backward(output[1], key, ids, offsets, weights)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    number, ids, offsets, weights = ctx.saved_tensors
+    number, key, ids, offsets, weights = ctx.saved_tensors
     rows = ctx.needs_input_grad[0]
-    wanted = weights is not None and ctx.needs_input_grad[3]
+    wanted = weights is not None and ctx.needs_input_grad[4]
     of_handle, of_weights = torch.ops.dynamicemb.lookup_backward(
-        gradient.contiguous(), number, ids, offsets, weights, ctx.module, rows, wanted
+        gradient.contiguous(), number, key, ids, offsets, weights, rows, wanted
     )
-    return of_handle if rows else None, None, None, of_weights if wanted else None, None, None
+    return (
+        of_handle if rows else None,
+        *(None, None, None),
+        of_weights if wanted else None,
+        *(None, None, None, None),
+    )
 
 
 lookup.register_autograd(_backward, setup_context=_setup)

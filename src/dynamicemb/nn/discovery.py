@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -75,6 +75,22 @@ def tables_of(modules: Sequence[DynamicModule]) -> dict[str, tuple[DynamicModule
                 )
             tables[table.name] = (module, table)
     return tables
+
+
+def check_written(modules: Iterable[DynamicModule]) -> None:
+    """Call :meth:`DynamicModule.check_written` of every module; do so before rows are read."""
+    for module in modules:
+        module.check_written()
+
+
+def accept_replaced(replaced: Iterable[tuple[DynamicModule, Table]]) -> None:
+    """Accept what was written to the handle of every module all of whose tables were replaced."""
+    tables: dict[DynamicModule, list[Table]] = {}
+    for module, table in replaced:
+        tables.setdefault(module, []).append(table)
+    for module, new in tables.items():
+        if all(any(one is table for one in new) for table in module.tables):
+            module.accept_written()
 
 
 def select_tables(

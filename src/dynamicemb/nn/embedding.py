@@ -12,6 +12,7 @@ from dynamicemb.errors import (
     check_bool,
     check_choice,
     check_integer,
+    check_number,
     wrong_type,
     wrong_value,
 )
@@ -24,19 +25,24 @@ from dynamicemb.nn.checks import (
     check_weights,
     flat_ids,
 )
-from dynamicemb.nn.module import DynamicModule, Plan
+from dynamicemb.nn.module import DynamicModule
+from dynamicemb.nn.plan import Plan
 from dynamicemb.optimizers import Optimizer, OptimizerArgs
 from dynamicemb.options import (
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
     DynamicEmbPoolingMode,
     DynamicEmbTableOptions,
+    is_chosen,
 )
 from dynamicemb.table import Pooling, create_table
 
 #: Rows a module may hold unless it is told otherwise. Memory is taken as rows come.
 DEFAULT_CAPACITY = 2**24
+#: Rows start from N(0, DEFAULT_STD) unless the arguments or options set another initialiser.
+DEFAULT_STD = 0.05
 _FIRST_CAPACITY = 1024
+_Mode = DynamicEmbInitializerMode
 
 
 class _OneTable(DynamicModule):
@@ -53,6 +59,8 @@ class _OneTable(DynamicModule):
         optimizer: Any,
         optimizer_args: OptimizerArgs | None,
         options: DynamicEmbTableOptions | None,
+        init_std: float | None,
+        init_range: float | tuple[float, float] | None,
         seed: int | None,
         name: str,
         device: torch.device | str | None,
@@ -64,8 +72,7 @@ class _OneTable(DynamicModule):
             raise wrong_type("options", options, "None or a DynamicEmbTableOptions")
         if options is None:
             options = DynamicEmbTableOptions(
-                init_capacity=min(_FIRST_CAPACITY, max_capacity or _FIRST_CAPACITY),
-                initializer_args=DynamicEmbInitializerArgs(mode=DynamicEmbInitializerMode.NORMAL),
+                init_capacity=min(_FIRST_CAPACITY, max_capacity or _FIRST_CAPACITY)
             )
         if options.dim not in (None, embedding_dim):
             raise wrong_value("options.dim", options.dim, f"None or embedding_dim, {embedding_dim}")
@@ -74,6 +81,7 @@ class _OneTable(DynamicModule):
             dim=embedding_dim,
             max_capacity=max_capacity or options.max_capacity or DEFAULT_CAPACITY,
             embedding_dtype=dtype or options.embedding_dtype,
+            initializer_args=_initializer(options.initializer_args, init_std, init_range),
         )
         if optimizer is None and optimizer_args is not None:
             raise InvalidArgumentError(
@@ -119,6 +127,32 @@ class _OneTable(DynamicModule):
         return f"{self.embedding_dim}{padding}, rows={len(self.table)}"
 
 
+def _initializer(
+    of_options: DynamicEmbInitializerArgs, std: Any, bounds: Any
+) -> DynamicEmbInitializerArgs:
+    """The initialiser of rows: that of the options, of one of the two arguments, or the default."""
+    given = {"init_std": std is not None, "init_range": bounds is not None}
+    given["options.initializer_args"] = is_chosen(of_options)
+    if sum(given.values()) > 1:
+        names = " and ".join(name for name, there in given.items() if there)
+        raise InvalidArgumentError(f"{names} are given; allowed: one of them")
+    if is_chosen(of_options):
+        return of_options
+    if bounds is None:
+        std = check_number("init_std", DEFAULT_STD if std is None else std, minimum=0.0)
+        return DynamicEmbInitializerArgs(mode=_Mode.NORMAL, std_dev=std)
+    if isinstance(bounds, (tuple, list)):
+        if len(bounds) != 2:
+            raise wrong_value("init_range", bounds, "a number, or the two bounds")
+        lower, upper = (check_number("init_range", bound) for bound in bounds)
+    else:
+        upper = check_number("init_range", bounds, minimum=0.0)
+        lower = -upper
+    if lower > upper:
+        raise wrong_value("init_range", bounds, "the lower bound first")
+    return DynamicEmbInitializerArgs(mode=_Mode.UNIFORM, lower=lower, upper=upper)
+
+
 class DynamicEmbedding(_OneTable):
     """``nn.Embedding`` without ``num_embeddings``: any 64-bit id has a row.
 
@@ -136,8 +170,10 @@ class DynamicEmbedding(_OneTable):
         dtype: of the rows: float32 (default), float16, bfloat16.
         output_dtype: of the output; default ``dtype``.
         optimizer: an ``EmbOptimType``: update rows in backward. ``optimizer_args`` go with it.
-        options: everything else a table can do; ``DynamicEmbTableOptions`` with its own defaults.
-            Without, rows start from N(0, 1) as in ``nn.Embedding``.
+        options: everything else a table can do.
+        init_std: rows start from N(0, init_std); default 0.05, unless ``options`` have an
+            ``initializer_args``. ``nn.Embedding`` has 1.0, from which models train worse.
+        init_range: rows start from U(-init_range, init_range), or between two bounds.
         seed: of new rows; default: drawn from torch's generator.
         name: of the table, in errors and in ``state_dict``.
         device: of the table, ids and outputs: "cpu", "cuda", ...; default: torch's default device.
@@ -154,6 +190,8 @@ class DynamicEmbedding(_OneTable):
         optimizer: Any = None,
         optimizer_args: OptimizerArgs | None = None,
         options: DynamicEmbTableOptions | None = None,
+        init_std: float | None = None,
+        init_range: float | tuple[float, float] | None = None,
         seed: int | None = None,
         name: str = "rows",
         device: torch.device | str | None = None,
@@ -167,6 +205,8 @@ class DynamicEmbedding(_OneTable):
             optimizer=optimizer,
             optimizer_args=optimizer_args,
             options=options,
+            init_std=init_std,
+            init_range=init_range,
             seed=seed,
             name=name,
             device=device,
@@ -211,6 +251,8 @@ class DynamicEmbeddingBag(_OneTable):
         optimizer: Any = None,
         optimizer_args: OptimizerArgs | None = None,
         options: DynamicEmbTableOptions | None = None,
+        init_std: float | None = None,
+        init_range: float | tuple[float, float] | None = None,
         seed: int | None = None,
         name: str = "rows",
         device: torch.device | str | None = None,
@@ -225,6 +267,8 @@ class DynamicEmbeddingBag(_OneTable):
             optimizer=optimizer,
             optimizer_args=optimizer_args,
             options=options,
+            init_std=init_std,
+            init_range=init_range,
             seed=seed,
             name=name,
             device=device,

@@ -58,6 +58,12 @@ class PendingGradients:
     def clear(self) -> None:
         self._kept = None
 
+    def prepare(self) -> None:
+        """Do the part of :meth:`apply` that a store can fail. It can be done again."""
+        self._rescale()
+        if self._kept is not None:
+            self._group.prepare_update(self._kept)
+
     def apply(self) -> None:
         """Update the rows once. What is pending stays so until ``zero_grad``, as dense gradients
         do."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -19,18 +18,25 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamicemb.errors import DynamicEmbError, UsageError, check_number
 from dynamicemb.nn.checks import OUTPUT_DTYPES
 from dynamicemb.nn.gradients import PendingGradients
+from dynamicemb.nn.handle import Handle, Watch, new_handle
+from dynamicemb.nn.plan import Plan, Prefetched, same_batch
+from dynamicemb.nn.weight_gradient import weight_gradient
 from dynamicemb.optimizers import Optimizer, OptimizerArgs
 from dynamicemb.routing import Routing
-from dynamicemb.table import Lookup, Pooling, Table, create_group
-from dynamicemb.table.content import NAMES, optimizer_kind
+from dynamicemb.table import Lookup, Table, create_group
+from dynamicemb.table.content import ALWAYS, NAMES, optimizer_kind
+from dynamicemb.tracing import refuse, refuse_tracers
 
 #: Lookups of compiled models that wait for their backward; older ones are given up.
 _MAX_WAITING = 64
 
-_keys = itertools.count()
-_modules: weakref.WeakValueDictionary[int, DynamicModule] = weakref.WeakValueDictionary()
-
-
+#: What is not copied or pickled.
+_OF_THE_PROCESS = (
+    *("_group", "_prefetched", "_waiting", "_pending", "_watch", "_key"),
+    "process_group",
+)
+_lookups = itertools.count()
+_modules: weakref.WeakValueDictionary[bytes, DynamicModule] = weakref.WeakValueDictionary()
 _owners: weakref.WeakValueDictionary[int, DynamicModule] = weakref.WeakValueDictionary()
 
 
@@ -40,49 +46,15 @@ def owner_of(parameter: torch.Tensor) -> DynamicModule | None:
     return module if module is not None and module.handle is parameter else None
 
 
-def module_of(key: int) -> DynamicModule:
-    """The module that a compiled graph calls by number."""
-    module = _modules.get(key)
+def module_of(key: torch.Tensor) -> DynamicModule:
+    """The module that a compiled graph calls by its key."""
+    module = _modules.get(bytes(key.tolist()))
     if module is None:
-        raise UsageError(f"the dynamic embedding module number {key} of this graph is gone")
+        raise UsageError(
+            "the dynamic embedding of this graph is not in this process: it was deleted, or the "
+            "graph was made elsewhere; allowed: graphs of modules that exist here"
+        )
     return module
-
-
-@dataclass
-class Plan:
-    """A checked call, not changed any more: the ids to look up, and how they become the output.
-
-    ``keep``: where padding ids were left out, the places (int64) of the others among the ``count``
-    ids of the call.
-    """
-
-    ids: torch.Tensor
-    bounds: Sequence[int] | torch.Tensor
-    pooling: Pooling
-    count: int
-    keep: torch.Tensor | None = None
-
-
-class Prefetched:
-    """A batch that waits for its forward, made on the stream that is current now.
-
-    ``lookup``: ``None`` if its rows are being read ahead. ``counts``: of the ids, if given.
-    """
-
-    def __init__(self, plan: Plan, lookup: Lookup | None, counts: torch.Tensor | None) -> None:
-        self.plan, self.lookup, self.counts = plan, lookup, counts
-        self._made: Any = None
-        if plan.ids.is_cuda:
-            self._made = torch.cuda.current_stream(plan.ids.device).record_event()
-
-    def order(self) -> None:
-        """Let the current stream use what another one may have made."""
-        if self._made is not None:
-            stream = torch.cuda.current_stream(self.plan.ids.device)
-            stream.wait_event(self._made)
-            for tensor in (self.plan.ids, self.plan.bounds, self.counts):
-                if isinstance(tensor, torch.Tensor):
-                    tensor.record_stream(stream)
 
 
 class DynamicModule(nn.Module, ABC):
@@ -92,9 +64,10 @@ class DynamicModule(nn.Module, ABC):
     ``torch.optim`` optimizer that was given this module's parameters, or by :meth:`step`: then
     gradients of several backwards add up until the step, and ``zero_grad`` forgets them.
 
-    The one parameter, ``handle``, has one element that means nothing: it ties the rows to autograd
-    and to an optimizer. Its gradient is the norm of the rows' gradients, so that
-    ``clip_grad_norm_`` and ``GradScaler`` work.
+    The one parameter, ``handle``, has one element: it ties the rows to autograd and to an
+    optimizer. Its gradient is the norm of the rows' gradients, so that ``clip_grad_norm_`` and
+    ``GradScaler`` work. Its value only shows whether something else wrote to it, as if it were a
+    weight: see :mod:`dynamicemb.nn.handle`.
 
     ``routings``: where the tables are spread over ranks, the routing of each by its name, over the
     ranks of ``process_group``; ``None``: every id belongs here.
@@ -102,6 +75,8 @@ class DynamicModule(nn.Module, ABC):
 
     routings: Mapping[str, Routing] | None = None
     process_group: Any = None  # a torch.distributed.ProcessGroup
+    #: Whether the rows are frozen by other parameters that stand for them.
+    frozen: bool = False
 
     def __init__(
         self,
@@ -116,30 +91,71 @@ class DynamicModule(nn.Module, ABC):
         self.features = tuple(features)
         self.output_dtype = output_dtype
         self.fused = fused
-        self.handle = nn.Parameter(torch.zeros(1, device=self.device))
+        self.handle = new_handle(self.device)
         self._attach()
 
     def _attach(self) -> None:
         """Set up what belongs to this object and is not copied or pickled."""
         self._group = create_group(self.tables)
+        dims = [table.dim for table in self.tables]
+        #: Columns of the output: of rows as they are, and of bags.
+        self.row_columns = dims[0]
+        self.output_columns = sum(n * dim for n, dim in zip(self.features, dims, strict=True))
         self._prefetched: deque[Prefetched] = deque()
         self._waiting: OrderedDict[int, Lookup] = OrderedDict()
         self._pending = PendingGradients(self._group, self.handle)
-        self._key = next(_keys)
-        _modules[self._key] = self
+        self._watch_handle()
+        # Random, so that no graph of another process, or of a module before, can mean this one.
+        key = secrets.token_bytes(16)
+        self._key = torch.tensor(list(key), dtype=torch.uint8, device="cpu")
+        _modules[key] = self
         _owners[id(self.handle)] = self
 
-    # ---- lookups ----
+    # ---- writes to the handle ----
 
-    @cached_property
-    def output_columns(self) -> int:
-        """Columns of a pooled output."""
-        return sum(n * table.dim for n, table in zip(self.features, self.tables, strict=True))
+    def _watch_handle(self) -> None:
+        """Watch the handle, unless it is watched already."""
+        watch: Watch | None = self.__dict__.get("_watch")
+        if watch is None or watch.own is not self.handle:
+            self._watch = Watch(self.handle)
+            self.accept_written()
+
+    def check_written(self) -> None:
+        """Raise a ``UsageError`` if something wrote to the handle, which leaves the rows out."""
+        watch = self._watch
+        handle = self._parameters.get("handle")  # nn.Module's attributes are slow
+        if handle is watch.own and watch.counter._version == watch.version:
+            return
+        watch.check(self.handle)
+
+    def accept_written(self) -> None:
+        """Accept what was written to the handle, because the rows are right or were replaced."""
+        self._watch.accept(self.handle, self.tables[0].step)
+
+    def hold_handle(self, held: bool) -> None:
+        """Set whether the handle keeps its value while the module trains."""
+        self._watch.held = held
+
+    def _settle_handle(self) -> None:
+        """Check the handle and bring its value up to date, before the content is read."""
+        self.check_written()
+        self._watch.follow(self.handle, self.tables[0].step)
+
+    # ---- lookups ----
 
     @property
     def device(self) -> torch.device:
         """Where the tables are, and ids and gradients must be."""
         return self.tables[0].device
+
+    @property
+    def learns(self) -> bool:
+        """Whether a forward is a training batch. It is in training mode, unless the module is
+        frozen (``requires_grad_(False)``). Otherwise a forward only reads."""
+        if not self.training or self.frozen:
+            return False
+        handle = self._parameters.get("handle")  # nn.Module's attributes are slow
+        return (self.handle if handle is None else handle).requires_grad
 
     @property
     @abstractmethod
@@ -160,31 +176,48 @@ class DynamicModule(nn.Module, ABC):
     ) -> torch.Tensor:
         """The output for 1-D ids; with a graph where one is wanted."""
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                refuse("torch.export")
+            learns, pooled = self.learns, self.pooled
             out: torch.Tensor = torch.ops.dynamicemb.lookup(
-                self.handle, ids, offsets, weights, self._key, self.training
+                self.handle if learns else self.handle.detach(),
+                self._key,
+                ids,
+                offsets,
+                weights,
+                sum(self.features) if pooled else 0,
+                self.output_columns if pooled else self.row_columns,
+                self.output_dtype,
+                learns,
             )[0]
             return out
         return self.look_up(self.plan(ids, offsets, weights), weights)
 
     def look_up(self, plan: Plan, weights: torch.Tensor | None = None) -> torch.Tensor:
         """The output of a checked call; with a graph where one is wanted."""
-        if self.training and torch.is_grad_enabled():
-            rows: torch.Tensor = _RowLookup.apply(self.handle, weights, self, plan)
+        learns = self.learns
+        weighted = weights is not None and weights.requires_grad
+        if (learns or weighted) and torch.is_grad_enabled():
+            handle = self.handle if learns else self.handle.detach()
+            rows: torch.Tensor = _RowLookup.apply(handle, weights, self, plan, learns)
             return rows
-        return self.compute(plan)[0]
+        return self.compute(plan, learns)[0]
 
-    def compute(self, plan: Plan) -> tuple[torch.Tensor, Lookup | None]:
-        """(output, lookup); no lookup outside training."""
+    def compute(self, plan: Plan, learns: bool) -> tuple[torch.Tensor, Lookup | None]:
+        """(output, lookup); no lookup unless the module ``learns``."""
+        self.check_written()
         pooling = plan.pooling
         if pooling.pooled:
             shape = (pooling.batch_size, self.output_columns)
         else:
-            shape = (plan.ids.numel(), self.tables[0].dim)
+            shape = (plan.ids.numel(), self.row_columns)
         out = torch.empty(shape, dtype=pooling.dtype, device=self.device)
         found = None
-        if self.training:
+        if learns:
             found = self._train(plan, out)
         else:
+            if self.training:  # frozen, or the handle is another one that takes no gradient
+                self._check_owner()
             self.evaluate(plan, out)
         if plan.keep is not None and not pooling.pooled:
             padded = torch.zeros(plan.count, shape[1], dtype=pooling.dtype, device=self.device)
@@ -208,9 +241,7 @@ class DynamicModule(nn.Module, ABC):
         oldest = self._prefetched[0]
         oldest.order()
         expected, lookup = oldest.plan, oldest.lookup
-        if not _equal_bounds(plan.bounds, expected.bounds) or not torch.equal(
-            plan.ids, expected.ids
-        ):
+        if not same_batch(plan, expected):
             raise UsageError(
                 f"forward with {len(plan.ids)} ids, but the oldest prefetched batch, of "
                 f"{len(expected.ids)} ids, is another one; use batches in the order of prefetching"
@@ -250,14 +281,17 @@ class DynamicModule(nn.Module, ABC):
             protect=[one.lookup for one in self._prefetched if one.lookup is not None],
         )
 
-    def _check_handle(self) -> None:
-        """Refuse what would leave rows untrained, or train them on each rank apart, unnoticed."""
+    def _check_owner(self) -> None:
         if not self.fused and owner_of(self.handle) is not self:
             raise UsageError(
                 "another parameter is in the place of a dynamic embedding's handle, so that no "
                 "optimizer would train its rows; FSDP and functional_call do that: leave the "
                 "handle out (ignored_params), or use a fused optimizer (optimizer=EmbOptimType...)"
             )
+
+    def _check_handle(self) -> None:
+        """Raise if rows would silently stay untrained, or would be trained by each rank alone."""
+        self._check_owner()
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None or wrapper.process_group.size() == 1:
             return
@@ -269,39 +303,56 @@ class DynamicModule(nn.Module, ABC):
             )
 
     def propagate(
-        self, plan: Plan, lookup: Lookup, gradient: torch.Tensor, *, rows: bool, weights: bool
+        self,
+        plan: Plan,
+        lookup: Lookup | None,
+        gradient: torch.Tensor,
+        *,
+        rows: bool,
+        weights: bool,
     ) -> torch.Tensor | None:
-        """Take the gradient of an output, for the rows unless they are frozen; returns that of the
-        weights if it is wanted."""
+        """Pass the gradient of an output on to the rows, if the lookup was a training batch.
+        Returns the gradient of the weights if ``weights`` is true."""
+        refuse_tracers()
         pooling = plan.pooling
         gradient = gradient.to(pooling.dtype)
         if plan.keep is not None and not pooling.pooled:
             gradient = gradient.index_select(0, plan.keep)
         gradient = gradient.contiguous()
-        weight_gradient = None
+        of_weights = None
         if weights:
-            weight_gradient = self._group.weight_gradient(lookup, pooling, gradient)
+            if lookup is None:
+                of_weights = weight_gradient(self.tables, plan.ids, pooling, gradient)
+            else:
+                of_weights = self._group.weight_gradient(lookup, pooling, gradient)
             if plan.keep is not None:
                 padded = torch.zeros(plan.count, device=self.device)
-                weight_gradient = padded.index_copy_(0, plan.keep, weight_gradient)
-        if not rows:
-            return weight_gradient
+                of_weights = padded.index_copy_(0, plan.keep, of_weights)
+        if not rows or lookup is None:
+            return of_weights
         if self.fused:
             self._group.update(lookup, pooling, gradient)
         else:
             self._pending.add(lookup, pooling, gradient)
-        return weight_gradient
+        step = self.tables[0].step
+        if step >= self._watch.due:
+            self._watch.follow(self.handle, step)
+        return of_weights
 
     # ---- compiled models keep a number instead of a lookup ----
 
-    def park(self, lookup: Lookup) -> int:
-        number = next(_keys)
+    def park(self, lookup: Lookup | None) -> int:
+        if lookup is None:
+            return -1
+        number = next(_lookups)
         self._waiting[number] = lookup
         while len(self._waiting) > _MAX_WAITING:  # forwards without a backward
             self._waiting.popitem(last=False)
         return number
 
-    def unpark(self, number: int) -> Lookup:
+    def unpark(self, number: int) -> Lookup | None:
+        if number == -1:  # of a lookup that only read
+            return None
         lookup = self._waiting.pop(number, None)
         if lookup is None:
             raise UsageError(
@@ -321,13 +372,19 @@ class DynamicModule(nn.Module, ABC):
         self.handle.grad = None
         self._pending.clear()
 
-    def apply_torch_optimizer(self, optimizer: Optimizer) -> None:
-        """One step of a ``torch.optim`` optimizer on the rows that have gradients."""
+    def prepare_torch_step(self, optimizer: Optimizer) -> None:
+        """Do the part of a ``torch.optim`` optimizer's step that a store can fail. It can be done
+        again. :meth:`apply_torch_step` follows when all modules have done it."""
         if not self._pending:
             return
         for table in self.tables:
             table.set_optimizer(optimizer)
-        self._pending.apply()
+        self._pending.prepare()
+
+    def apply_torch_step(self) -> None:
+        """Update the rows that have gradients with the optimizer of :meth:`prepare_torch_step`."""
+        if self._pending:
+            self._pending.apply()
 
     def set_learning_rate(self, lr: float) -> None:
         """The learning rate of the fused optimizer (or of :meth:`step`) from the next update on."""
@@ -340,7 +397,7 @@ class DynamicModule(nn.Module, ABC):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.save_handle(destination, prefix, keep_vars)
         for table in self.tables:
             for name, tensor in table.state_dict().items():
                 destination[f"{prefix}{table.name}.{name}"] = tensor
@@ -356,31 +413,56 @@ class DynamicModule(nn.Module, ABC):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
-        # assign=True would put another handle in the place of the one that optimizers know.
-        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         contents = {}
+        absent = []
         for table in self.tables:
             keys = {name: f"{prefix}{table.name}.{name}" for name in NAMES}
-            absent = [key for key in keys.values() if key not in rest]
-            if absent:
-                missing_keys.extend(absent)
-                continue
-            contents[table.name] = {name: rest.pop(key) for name, key in keys.items()}
-        super()._load_from_state_dict(
+            content = {name: rest.pop(key) for name, key in keys.items() if key in rest}
+            if content:
+                contents[table.name] = content
+            else:
+                absent.append(table.name)
+                missing_keys.extend(keys[name] for name in ALWAYS)
+        handle = prefix + "handle"
+        self.load_handle(
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        errors = [
+        if not contents and handle not in state_dict:
+            return
+        errors = [_no_rows(name, handle, contents) for name in absent]
+        errors += [
             message
             for table in self.tables
             if table.name in contents and (message := self._problem(table, contents[table.name]))
         ]
-        if errors:  # of several tables, all are loaded or none
+        if errors:  # all tables are loaded or none
             error_msgs.extend(errors)
             return
         for table in self.tables:
-            if table.name in contents:
-                self.load_table(table, contents[table.name])
+            self.load_table(table, contents[table.name])
         self._pending.clear()
+        self.accept_written()
+
+    def save_handle(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save what does not belong to a table, as ``nn.Module`` does."""
+        self._settle_handle()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        handle = destination.get(prefix + "handle")
+        if isinstance(handle, Handle) and not keep_vars:
+            destination[prefix + "handle"] = handle.data  # of torch's class; writes to it count
+
+    def load_handle(
+        self, rest: Mapping[str, Any], prefix: str, local_metadata: Any, *report: Any
+    ) -> None:
+        """Load what does not belong to a table, as ``nn.Module`` does. The handle keeps its
+        value; only its shape is checked."""
+        # assign=True would put another handle in the place of the one that optimizers know.
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        key, handle = prefix + "handle", self.handle
+        given = rest.get(key)
+        if isinstance(given, torch.Tensor) and given.shape == handle.shape:
+            rest = {**rest, key: handle.detach()}
+        super()._load_from_state_dict(rest, prefix, local_metadata, *report)
 
     def _problem(self, table: Table, content: Mapping[str, torch.Tensor]) -> str | None:
         """What keeps ``content`` from being loaded."""
@@ -412,44 +494,59 @@ class DynamicModule(nn.Module, ABC):
         if dtype in OUTPUT_DTYPES:
             self.output_dtype = dtype
         handle = self.handle
+        written = self._watch.written(handle)
         gradient = None if handle.grad is None else handle.grad.clone()
         super()._apply(fn, recurse)
-        if self.handle.dtype is not torch.float32:  # the norm of gradients, which may be large
-            self.handle.data = self.handle.data.to(torch.float32)
+        # The norm of gradients may be large for half types. Inference tensors count no writes.
+        if self.handle.dtype is not torch.float32 or self.handle.is_inference():
+            with torch.inference_mode(False):
+                self.handle.data = self.handle.data.to(torch.float32, copy=True)
             if gradient is not None:  # not rounded: the gradients would be scaled by that
                 self.handle.grad = gradient.to(self.handle.device)
         if self.handle is not handle:
             self._attach()
+        if written:
+            self._watch.spoil()
+        else:
+            self.accept_written()
         return self
+
+    def __prepare_scriptable__(self) -> Self:
+        """torch.jit.script calls it first."""
+        refuse("torch.jit.script")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the rows, not what belongs to this process: lookups and
         gradients in flight, the process group."""
+        self._settle_handle()
         state = self.__dict__.copy()
-        for name in ("_group", "_prefetched", "_waiting", "_pending", "_key", "process_group"):
+        for name in _OF_THE_PROCESS:
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if self.handle.is_inference():  # has no version
+            self.handle = new_handle(self.handle.device, self.handle.requires_grad)
         self._attach()
 
     def __copy__(self) -> DynamicModule:
         """The same tables under a handle of its own: one handle has one owner."""
         copied = type(self).__new__(type(self))
         state = self.__getstate__()
-        fresh = nn.Parameter(
-            torch.zeros(1, device=self.device), requires_grad=self.handle.requires_grad
-        )
+        fresh = new_handle(self.device, self.handle.requires_grad)
         state["_parameters"] = {**state["_parameters"], "handle": fresh}
         copied.__setstate__(state)
         return copied
 
 
-def _equal_bounds(a: Sequence[int] | torch.Tensor, b: Sequence[int] | torch.Tensor) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return a is b or (not isinstance(a, torch.Tensor) and a == b)
+def _no_rows(table: str, handle: str, contents: Mapping[str, Any]) -> str:
+    """The message for a table that is missing in a dictionary with other parts of its module."""
+    there = f"the rows of {', '.join(map(repr, contents))}" if contents else f"only {handle!r}"
+    return (
+        f"table {table!r}: the dictionary has {there}, and no rows of this table; allowed: all "
+        "tables of a module, or nothing of it"
+    )
 
 
 class _RowLookup(torch.autograd.Function):
@@ -462,9 +559,10 @@ class _RowLookup(torch.autograd.Function):
         weights: torch.Tensor | None,
         module: DynamicModule,
         plan: Plan,
+        learns: bool,
     ) -> torch.Tensor:
-        out, found = module.compute(plan)
-        ctx.module, ctx.plan, ctx.row_lookup = module, plan, found
+        out, ctx.row_lookup = module.compute(plan, learns)
+        ctx.module, ctx.plan = module, plan
         if plan.pooling.pooled:  # autograd then refuses a backward after a change in place
             ctx.save_for_backward(plan.pooling.offsets, plan.pooling.weights)
         return out
@@ -477,21 +575,21 @@ class _RowLookup(torch.autograd.Function):
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    found, ctx.row_lookup = ctx.row_lookup, None
-    if found is None:
+    plan: Plan | None = ctx.plan
+    if plan is None:
         raise UsageError(
             "backward through a dynamic embedding a second time; allowed: one for each forward "
             "(add losses up, or look up again)"
         )
-    plan: Plan = ctx.plan
+    found, ctx.row_lookup, ctx.plan = ctx.row_lookup, None, None
     if plan.pooling.pooled:
         _ = ctx.saved_tensors  # raises if offsets or weights were changed in place
     module: DynamicModule = ctx.module
     rows, weights, *_ = ctx.needs_input_grad
-    weight_gradient = module.propagate(plan, found, gradient, rows=rows, weights=weights)
+    of_weights = module.propagate(plan, found, gradient, rows=rows, weights=weights)
     # Where the handle is: moving a module moves it, and leaves the tables where they are.
-    handle_gradient = None if module.fused else torch.ones(1, device=module.handle.device)
-    return handle_gradient, weight_gradient, None, None
+    of_handle = torch.ones(1, device=module.handle.device) if rows and not module.fused else None
+    return of_handle, of_weights, None, None, None
 
 
 _once_differentiable = torch.autograd.function.once_differentiable(_backward)

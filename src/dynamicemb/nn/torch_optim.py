@@ -89,25 +89,32 @@ def register(kind: type[torch.optim.Optimizer], translation: Translation) -> Non
     _TRANSLATIONS[kind] = translation
 
 
-def translate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Our optimizer for a param group of ``optimizer``; a class we have none for is an error."""
-    translation = _TRANSLATIONS.get(type(optimizer))
+def translation_of(kind: type[torch.optim.Optimizer]) -> Translation:
+    """The function that translates param groups of a class of optimizers to our optimizer. Raises
+    a ``UsageError`` if there is none."""
+    translation = _TRANSLATIONS.get(kind)
     if translation is None:
-        known = ", ".join(one.__name__ for one in _TRANSLATIONS)
+        known = ", ".join(dict.fromkeys(one.__name__ for one in _TRANSLATIONS))
         raise UsageError(
-            f"torch.optim class {type(optimizer).__name__} cannot update the rows of a dynamic "
+            f"torch.optim class {kind.__name__} cannot update the rows of a dynamic "
             f"embedding; allowed: {known}, or a fused optimizer (optimizer=EmbOptimType...)"
         )
-    return translation(group)
+    return translation
+
+
+def translate(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Optimizer:
+    """Our optimizer for a param group of ``optimizer``. Raises a ``UsageError`` if its class has no
+    translation."""
+    return translation_of(type(optimizer))(group)
 
 
 def _rows_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Any, DynamicModule]]:
-    """(param group, handle, module) of every dynamic module that ``optimizer`` should update."""
+    """(param group, handle, module) of every dynamic module among the parameters."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             module = owner_of(parameter)
-            if module is not None and not module.fused:
+            if module is not None:
                 found.append((group, parameter, module))
     return found
 
@@ -124,15 +131,20 @@ def _before_step(
     rows = _rows_of(optimizer)
     if not rows:
         return None
-    steps = [(module, translate(optimizer, group)) for group, _, module in rows]
+    steps = [(module, translate(optimizer, group)) for group, _, module in rows if not module.fused]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _update(optimizer, rows, steps)
         return None
 
     def closure_and_rows() -> Any:
-        # Its backward comes inside the step, which may change gradients as soon as it has them.
-        loss = closure()
+        # Its backward comes inside the step, which may change gradients as soon as it has them. A
+        # line search puts parameters back to what they were before it.
+        _hold(rows, held=True)
+        try:
+            loss = closure()
+        finally:
+            _hold(rows, held=False)
         _update(optimizer, rows, steps)
         return loss
 
@@ -141,13 +153,20 @@ def _before_step(
     return args, {**kwargs, "closure": closure_and_rows}
 
 
+def _hold(rows: list[tuple[dict[str, Any], Any, DynamicModule]], *, held: bool) -> None:
+    for _, _, module in rows:
+        module.hold_handle(held)
+
+
 def _update(
     optimizer: torch.optim.Optimizer,
     rows: list[tuple[dict[str, Any], Any, DynamicModule]],
     steps: list[tuple[DynamicModule, Optimizer]],
 ) -> None:
-    for module, step in steps:
-        module.apply_torch_optimizer(step)
+    for module, step in steps:  # all, before the first is updated
+        module.prepare_torch_step(step)
+    for module, _ in steps:
+        module.apply_torch_step()
     # The handle is not a weight: the optimizer must not see that it has a gradient.
     hidden = [(handle, handle.grad) for _, handle, _ in rows if handle.grad is not None]
     for handle, _ in hidden:
