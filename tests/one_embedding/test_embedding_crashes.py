@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,6 @@ import embedding_victims as victims
 import pytest
 import torch
 from embeddings import STORES
-
-TIMEOUT_S = 600
-
-
-def _start(work: Any, *arguments: Any) -> tuple[Any, Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "dynamicemb"])
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(*arguments, sending))
-    process.start()
-    sending.close()  # so that the end of the process ends the pipe
-    return process, receiving
 
 
 def _assert_at_step(path: Path, store: str, steps: int, reference: Any) -> None:
@@ -54,10 +40,10 @@ def test_killed_at_every_step_of_a_save(
     """The old snapshot stays whole until the new one is."""
     if store != "cached_ssd" and method == "flush":
         pytest.skip("the snapshot itself flushes")
-    process, reports = _start(victims.die_in_save, str(tmp_path / "killed"), store, method)
-    assert reports.poll(TIMEOUT_S)
+    process, reports = victims.start(victims.die_in_save, str(tmp_path / "killed"), store, method)
+    assert reports.poll(victims.TIMEOUT_S)
     assert reports.recv() == "saved"
-    process.join(TIMEOUT_S)
+    process.join(victims.TIMEOUT_S)
     assert process.exitcode == -signal.SIGKILL
     reference = victims.open_embedding(str(tmp_path / "reference"), "device_mem")
     _assert_at_step(tmp_path / "killed", store, steps, reference)
@@ -66,22 +52,7 @@ def test_killed_at_every_step_of_a_save(
 @pytest.mark.parametrize("store", STORES)
 def test_killed_in_the_middle(tmp_path: Path, store: str) -> None:
     """Killed while it saves, or trains after it: one of the two snapshots, whole."""
-    process, reports = _start(victims.train_and_save, str(tmp_path / "killed"), store, 4)
-    saved = 0
-    while True:
-        assert reports.poll(TIMEOUT_S)
-        what, steps = reports.recv()
-        if what == "saving" and steps == 12:
-            break
-        saved = steps if what == "saved" else saved
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(TIMEOUT_S)
-    try:
-        while True:  # what it still said before it died
-            what, steps = reports.recv()
-            saved = steps if what == "saved" else saved
-    except EOFError:
-        pass
+    saved = victims.kill_while_it_saves(tmp_path / "killed", store)
     reference = victims.open_embedding(str(tmp_path / "reference"), "device_mem")
     again = victims.open_embedding(str(tmp_path / "killed"), store)
     steps = again.tables[0].iteration

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 from embeddings import DIM, STORES, make, rows_of, store_options, uniform_tables
+from torch.optim.swa_utils import AveragedModel
 
 from dynamicemb import one_embedding
-from dynamicemb.errors import ArgumentTypeError, InsertionError, InvalidArgumentError
+from dynamicemb.errors import (
+    ArgumentTypeError,
+    InsertionError,
+    InvalidArgumentError,
+    UsageError,
+)
 
 IDS = torch.tensor([[1, 2, 3], [4, 2, 9], [-1, 2**62, -(2**63)]])
 
@@ -55,6 +61,23 @@ def test_without_tables_rows_are_normal(tmp_path: Path) -> None:
     assert abs(out.std().item() - 0.05) < 0.001
     other = make(tmp_path / "b", default_initializer=one_embedding.make_constant_initializer(0.25))
     assert torch.equal(other(torch.arange(3)), torch.full((3, DIM), 0.25))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_frozen_embedding_reads_what_new_rows_would_be_and_keeps_none(
+    tmp_path: Path, store: str
+) -> None:
+    embedding = make(tmp_path, store, tables=uniform_tables(0.1, 0.2, 0.3))
+    embedding(IDS)
+    embedding.requires_grad_(False)
+    before = len(embedding.tables[0])
+    out = embedding(IDS + 100)
+    assert not out.requires_grad
+    assert len(embedding.tables[0]) == before
+    assert torch.equal(embedding.eval()(IDS + 100), out)
+    embedding.train().requires_grad_(True)
+    assert torch.equal(embedding(IDS + 100), out)
+    assert len(embedding.tables[0]) == before + 9 - 1
 
 
 def test_columns_start_apart(tmp_path: Path) -> None:
@@ -289,3 +312,14 @@ def test_a_batch_that_does_not_fit_the_cache_says_what_to_do(tmp_path: Path) -> 
     embedding = make(tmp_path, "cached_ssd", dim=64)
     with pytest.raises(InsertionError, match="raise cache_budget_mb, or make the batches smaller"):
         embedding(torch.arange(100_000))
+
+
+def test_a_moving_average_of_a_model_is_refused_when_it_is_made(tmp_path: Path) -> None:
+    embedding = make(tmp_path)
+    embedding(torch.arange(3))
+    with pytest.raises(UsageError, match="cannot be copied or pickled; use save_snapshot"):
+        AveragedModel(embedding)
+    with torch.no_grad():
+        embedding.shadow.mul_(0.9)  # as averages of their own do
+    with pytest.raises(UsageError, match="something changed the parameter"):
+        embedding(torch.arange(3))

@@ -378,7 +378,7 @@ def test_the_order_of_the_folders_counts_for_an_embedding(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "0-1")
     shutil.copytree(tmp_path / "other/1-2", tmp_path / "0-1")
     with pytest.raises(InvalidArgumentError, match="is that of rank 0 of 2; allowed: rank 0 of 1"):
-        make(tmp_path)
+        make(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_table_several_times_its_cache_trains_to_the_same_bits(
 
 def _rows(rank: int, url: str, path: str, steps: int) -> list[list[float]]:
     torch.set_num_threads(1)
-    embedding = make("", dim=8, name="users", options=at(url, Path(path)))
+    embedding = make("", dim=8, name="users", options=at(url, Path(path)), resume=True)
     if steps:
         train(embedding, adam(embedding), steps=steps)
         embedding.flush()

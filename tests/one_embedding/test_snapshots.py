@@ -15,6 +15,7 @@ from dynamicemb.errors import (
     InsertionError,
     InvalidArgumentError,
     StoreError,
+    UsageError,
 )
 
 IDS = torch.arange(500)
@@ -57,9 +58,7 @@ def test_training_goes_on_from_a_snapshot_to_the_same_bits(tmp_path: Path, store
 
 
 @pytest.mark.parametrize("store", [*STORES, "host_and_ssd"])
-def test_an_embedding_that_is_opened_again_has_its_last_snapshot(
-    tmp_path: Path, store: str
-) -> None:
+def test_an_embedding_that_resumes_has_its_last_snapshot(tmp_path: Path, store: str) -> None:
     embedding = make(tmp_path, store, size_factor=3)
     train(embedding, adam(embedding), steps=3, seed=1)
     embedding.save_snapshot("a")
@@ -70,7 +69,7 @@ def test_an_embedding_that_is_opened_again_has_its_last_snapshot(
     embedding.close()
     del embedding
 
-    again = make(tmp_path, store, size_factor=3)
+    again = make(tmp_path, store, size_factor=3, resume=True)
     assert_same(content(again), then)
     assert train(again, adam(again), steps=3, seed=3) == losses
     again.close()
@@ -151,7 +150,7 @@ def test_another_kind_of_store_takes_over(tmp_path: Path, source: str, target: s
     then = content(embedding)
     losses = train(embedding, adam(embedding), steps=3)
     embedding.close()
-    other = make(tmp_path, target, size_factor=3)
+    other = make(tmp_path, target, size_factor=3, resume=True)
     assert_same(content(other), then)
     assert train(other, adam(other), steps=3) == losses
 
@@ -166,11 +165,11 @@ def test_another_size_of_row_is_named(tmp_path: Path) -> None:
             make(tmp_path, store, size_factor=2)
         # The same number of floats, of which others are the embedding.
         with pytest.raises(InvalidArgumentError, match="embedding_dim of snapshot .* is 8; .* 4"):
-            make(tmp_path, store, dim=4, size_factor=2)
-    make(tmp_path).close()
+            make(tmp_path, store, dim=4, size_factor=2, resume=True)
+    make(tmp_path, resume=True).close()
     tables = uniform_tables(0.1, 0.2)
     with pytest.raises(InvalidArgumentError, match="tables_in_keys of snapshot"):
-        make(tmp_path, tables=tables, share_ids=False)
+        make(tmp_path, tables=tables, share_ids=False, resume=True)
 
 
 def test_one_embedding_at_a_time_has_a_folder(tmp_path: Path) -> None:
@@ -242,6 +241,44 @@ def test_state_dict_names_a_snapshot(tmp_path: Path, store: str) -> None:
         model.load_state_dict({k: v for k, v in state.items() if "One" not in k})
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_rows_are_not_saved_after_a_write_to_the_parameter_alone(
+    tmp_path: Path, store: str
+) -> None:
+    embedding = make(tmp_path, store, size_factor=3)
+    embedding(IDS)
+    embedding.save_snapshot("good")
+    embedding.shadow.data.mul_(0.9)  # as a moving average over parameters
+    for use in (
+        lambda: embedding.save_snapshot("bad"),
+        embedding.state_dict,
+        lambda: embedding(IDS),
+    ):
+        with pytest.raises(UsageError, match="something changed the parameter 'handle'"):
+            use()
+    embedding.to("cpu")
+    with pytest.raises(UsageError, match="something changed the parameter 'handle'"):
+        embedding.save_snapshot("bad")
+    assert embedding.snapshots() == ["good"]
+    embedding.load_snapshot("good")
+    embedding(IDS)
+    embedding.save_snapshot("better")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_dict_without_the_name_of_a_snapshot(tmp_path: Path, strict: bool) -> None:
+    embedding = make(tmp_path)
+    embedding(IDS)
+    with pytest.raises(RuntimeError, match="has 'handle' and no 'OneEmbeddingSnapshot'"):
+        embedding.load_state_dict({"handle": torch.ones(1)}, strict=strict)
+    assert embedding.load_state_dict({}, strict=False).missing_keys == [
+        "handle",
+        "OneEmbeddingSnapshot",
+    ]
+    embedding(IDS)
+    assert len(embedding.tables[0]) == len(IDS)
+
+
 def test_an_update_without_new_ids_is_a_change(tmp_path: Path) -> None:
     embedding = make(tmp_path)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
@@ -279,4 +316,4 @@ def test_state_that_starts_again_is_in_the_next_snapshot(tmp_path: Path, store: 
     assert torch.equal(then[2][3:], torch.full((497, DIM), 0.5))
     embedding.save_snapshot("b")
     embedding.close()
-    assert_same(content(make(tmp_path, store, size_factor=2)), then)
+    assert_same(content(make(tmp_path, store, size_factor=2, resume=True)), then)

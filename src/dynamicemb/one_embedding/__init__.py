@@ -12,7 +12,14 @@ from dynamicemb.one_embedding.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from dynamicemb.one_embedding.optim import Ftrl, Optimizer, SmartDecayAdam
+from dynamicemb.one_embedding.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Ftrl,
+    Optimizer,
+    SmartDecayAdam,
+)
 from dynamicemb.one_embedding.persistent import (
     make_persistent_table_reader,
     make_persistent_table_writer,
@@ -26,6 +33,9 @@ from dynamicemb.one_embedding.stores import (
 from dynamicemb.one_embedding.tables import make_column_options, make_table, make_table_options
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "Embedding",
     "Ftrl",
     "MultiTableEmbedding",

@@ -22,7 +22,8 @@ from dynamicemb.errors import (
     wrong_value,
 )
 from dynamicemb.nn.checks import check_ids
-from dynamicemb.nn.module import DynamicModule, Plan
+from dynamicemb.nn.module import DynamicModule
+from dynamicemb.nn.plan import Plan
 from dynamicemb.one_embedding import folders
 from dynamicemb.one_embedding.initializers import InitializerOptions
 from dynamicemb.one_embedding.keys import KEY_TYPES, Keys, check_padding_idx
@@ -68,7 +69,7 @@ class Embedding(DynamicModule):
         seed: int = 0,
         *,
         share_ids: bool = True,
-        resume: bool = True,
+        resume: bool | None = None,
         gradient_reduction: str = "sum",
         process_group: Any = None,
         device: torch.device | str | None = None,
@@ -87,7 +88,8 @@ class Embedding(DynamicModule):
         seed = check_integer("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
         padding_idx = check_padding_idx(padding_idx, key_type)
         check_bool("share_ids", share_ids)
-        check_bool("resume", resume)
+        if resume is not None:
+            check_bool("resume", resume)
         ranks = Ranks(process_group)
         made_of = StoreTable(
             store=store,
@@ -139,7 +141,7 @@ class Embedding(DynamicModule):
             at_a_server=store.url is not None,
         )
         try:
-            self._snapshots.resume(resume)
+            self._snapshots.start(resume)
         except BaseException:
             self._snapshots.store.close()  # another try may come
             raise
@@ -212,6 +214,7 @@ class Embedding(DynamicModule):
         return out.index_copy(0, (~padded).nonzero().squeeze(1), rows)
 
     def evaluate(self, plan: Plan, out: torch.Tensor) -> None:
+        self._snapshots.used()
         super().evaluate(plan, out)
         missing = (~self.tables[0].contains(plan.ids)).nonzero().squeeze(1)
         if len(missing):
@@ -228,6 +231,7 @@ class Embedding(DynamicModule):
         out: torch.Tensor | None = None,
     ) -> Lookup:
         assert isinstance(plan, KeyPlan)
+        self._snapshots.used()
         self._room.check(plan.ids)
         self._snapshots.changed = True
         return self._room.grow_for(lambda: self._find_or_insert(plan, counts, out))
@@ -259,10 +263,10 @@ class Embedding(DynamicModule):
         """Raise unless ``optimizer`` updates rows of ``storage_dim`` floats."""
         check_row_size(optimizer, self.storage_dim, self.embedding_dim, self.embedding_name)
 
-    def apply_torch_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_torch_step(self, optimizer: Optimizer) -> None:
         self.check_optimizer(optimizer)
-        self._snapshots.changed = True
-        super().apply_torch_optimizer(optimizer)
+        self._snapshots.steps(optimizer.kind)
+        super().prepare_torch_step(optimizer)
 
     # ---- snapshots ----
 
@@ -274,9 +278,10 @@ class Embedding(DynamicModule):
     def save_snapshot(self, snapshot_name: str) -> None:
         """Keep all rows of now, with optimizer state, under a name; all ranks must call it.
 
-        A snapshot is whole or not there, whatever happens meanwhile. One of the same name is
-        replaced. Raises a ``StoreError`` if the disk does not take it.
+        A snapshot is atomic and replaces one of the same name. Raises a ``StoreError`` if it cannot
+        be written.
         """
+        self.check_written()
         self._snapshots.save(snapshot_name)
 
     def load_snapshot(
@@ -296,8 +301,10 @@ class Embedding(DynamicModule):
         Args:
             snapshot_name: its name.
             persistent_path: where to look for it; default: the embedding's own.
-            optimizer, step: for tables that do not say whose state they have: an ``EmbOptimType``
-                or its name ("adam", "exact_adagrad", "ftrl", ...), and the updates so far.
+            optimizer, step: for tables that do not name the optimizer of their state: an
+                ``EmbOptimType`` or its name ("adam", "exact_adagrad", "ftrl", ...), and the number
+                of updates so far. Without a name, a warning says which optimizer is assumed, and
+                the first step of another one raises a ``UsageError``.
         """
         path = persistent_path
         if path is not None and not isinstance(path, str):
@@ -311,6 +318,7 @@ class Embedding(DynamicModule):
         self._pending.clear()
         self._prefetched.clear()
         self._room.count()
+        self.accept_written()
 
     def snapshots(self) -> list[str]:
         """The snapshots that this number of ranks has, oldest first; all ranks must call it."""
@@ -328,7 +336,7 @@ class Embedding(DynamicModule):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        self.save_handle(destination, prefix, keep_vars)
         last = self._snapshots.last
         if any(self._ranks.gather(self._snapshots.changed or last is None)):
             now = f"{datetime.now():%Y-%m-%d-%H-%M-%S-%f}"
@@ -348,22 +356,19 @@ class Embedding(DynamicModule):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
-        # assign=True would put another handle in the place of the one that optimizers know.
-        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         name = rest.pop(prefix + _SNAPSHOT_KEY, None)
         rest.pop(prefix + _OPTIONS_KEY, None)
-        nn.Module._load_from_state_dict(
-            self,
-            rest,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
+        self.load_handle(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if name is None:
             missing_keys.append(prefix + _SNAPSHOT_KEY)
+            if prefix + "handle" in state_dict:
+                error_msgs.append(
+                    f"embedding {self.embedding_name!r}: the dictionary has {prefix + 'handle'!r} "
+                    f"and no {prefix + _SNAPSHOT_KEY!r}, which names its rows; allowed: both, or "
+                    "nothing of the embedding"
+                )
             return
         try:
             self.load_snapshot(name)
@@ -436,7 +441,10 @@ class MultiTableEmbedding(Embedding):
         seed: of new rows, which are a function of (seed, id, column).
         share_ids: equal ids of two tables are one row, which starts as the table that had it first
             says. ``False``: they are two rows; then ids have 56 bits.
-        resume: start from the newest snapshot in the folder, if there is one.
+        resume: ``True``: start from the newest snapshot in the folder, of any number of ranks, or
+            at a server with the rows that it has. ``False``: start without rows; those at a server
+            are deleted. ``None``: start without rows, and say so if there are any: the first lookup
+            warns of snapshots that were not loaded, and rows at a server are a ``UsageError``.
         gradient_reduction: with several ranks, what happens to the gradients of a row: "sum", or
             "mean" as in ``DistributedDataParallel``.
         process_group: the ranks; default: those of the default group, if there is one.
@@ -444,7 +452,8 @@ class MultiTableEmbedding(Embedding):
 
     With several ranks an id belongs to one of them by its hash, and each has a folder of its own.
     Rows are updated by the optimizer that gets ``parameters()``: SGD, Adam, AdamW, Adagrad of
-    ``torch.optim``, :class:`Ftrl`, :class:`SmartDecayAdam`.
+    ``torch.optim``, or one of :mod:`dynamicemb.one_embedding`, whose weight decay of rows is
+    OneFlow's: SGD, Adam, Adagrad, Ftrl, SmartDecayAdam.
 
     ``state_dict`` holds the name of a snapshot, which it takes if rows changed since the last one.
     """

@@ -109,6 +109,24 @@ def sets_of_folders(path: str | Sequence[str]) -> list[tuple[str, ...]]:
     ]
 
 
+def newest_source(path: str | Sequence[str]) -> Source | None:
+    """The newest snapshot below ``path``, of any number of ranks; one of ours before one in
+    OneFlow's layout."""
+    sets = sets_of_folders(path)
+    ours = [
+        Source(folders, name, stamp)
+        for folders in sets
+        for name, stamp in complete([saved_in(folder) for folder in folders]).items()
+    ]
+    if ours:
+        return max(ours, key=lambda one: one.stamp or 0)
+    for folders in sets:
+        for name in reversed(oneflow_layout.snapshots(folders[0])):
+            if all(oneflow_layout.has_snapshot(folder, name) for folder in folders):
+                return Source(folders, name, None)
+    return None
+
+
 def find_source(
     path: str | Sequence[str], name: str, skip: Sequence[str] | None = None
 ) -> Source | None:

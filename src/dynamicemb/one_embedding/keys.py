@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dynamicemb.errors import check_integer, wrong_type, wrong_value
+from dynamicemb.tracing import check_tensor
 
 KEY_TYPES = (torch.int64, torch.int32, torch.uint64, torch.uint32)
 #: Bits of an id where the table's number is in the upper ones.
@@ -29,8 +30,7 @@ class Keys:
     def flat(self, ids: object, table_ids: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(ids, numbers of their tables or ``None`` with one table), int64 and 1-D. Looks at shapes
         and types alone, so it may be part of a compiled graph."""
-        if not isinstance(ids, torch.Tensor):
-            raise wrong_type("ids", ids, f"a tensor of {self.key_type}")
+        ids = check_tensor("ids", ids, f"a tensor of {self.key_type}")
         if ids.dtype != self.key_type:
             raise wrong_type("ids.dtype", ids.dtype, f"{self.key_type}, the embedding's key_type")
         numbers = self._numbers(ids, table_ids)

@@ -37,6 +37,16 @@ def has_snapshot(folder: str, name: str) -> bool:
     return has_table(folder) and os.path.isfile(os.path.join(folder, "snapshots", name, "LIST"))
 
 
+def snapshots(folder: str) -> list[str]:
+    """The names in a folder that may be snapshots, oldest first."""
+    place = os.path.join(folder, "snapshots")
+    try:
+        names = os.listdir(place) if has_table(folder) else []
+    except FileNotFoundError:
+        return []
+    return sorted(names, key=lambda name: os.stat(os.path.join(place, name)).st_mtime_ns)
+
+
 @dataclass(frozen=True)
 class OneFlowTable:
     """An open table; nothing in it is changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from dynamicemb.errors import InvalidArgumentError, check_number, wrong_type, wr
 from dynamicemb.nn import torch_optim
 from dynamicemb.one_embedding.embedding import Embedding
 from dynamicemb.optimizers import Optimizer as RowOptimizer
-from dynamicemb.optimizers import OptimizerArgs, OptimizerKind
+from dynamicemb.optimizers import OptimizerArgs, OptimizerKind, WeightDecayMode
 
 Closure = Callable[[], Any]
 
@@ -174,18 +175,59 @@ def _smart_decay_adam(group: dict[str, Any]) -> RowOptimizer:
     return RowOptimizer(OptimizerKind.SMART_DECAY_ADAM, args)
 
 
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD`` whose ``weight_decay`` acts on rows as OneFlow's: decoupled from the
+    gradient, ``lr weight_decay w`` less in every step, so that momentum has no part in it.
+
+    Dense parameters are updated as by ``torch.optim.SGD``. Rows need ``size_factor=1``, 2 with
+    momentum.
+    """
+
+
+class Adam(torch.optim.Adam):
+    """``torch.optim.Adam`` whose ``weight_decay`` acts on rows as OneFlow's: decoupled from the
+    gradient, ``lr weight_decay w`` less in every step, as in ``torch.optim.AdamW``.
+
+    Dense parameters are updated as by ``torch.optim.Adam``. Rows need ``size_factor=3``.
+    """
+
+
+class Adagrad(torch.optim.Adagrad):
+    """``torch.optim.Adagrad`` whose ``weight_decay`` acts on rows as OneFlow's: decoupled from the
+    gradient, ``lr weight_decay w`` less in every step, with ``lr`` after ``lr_decay``.
+
+    Dense parameters are updated as by ``torch.optim.Adagrad``. Rows need ``size_factor=2``.
+    """
+
+
+def _decoupled(kind: type[torch.optim.Optimizer]) -> torch_optim.Translation:
+    """The translation of torch's optimizers of class ``kind``, with decoupled weight decay."""
+    as_torch = torch_optim.translation_of(kind)
+
+    def translation(group: dict[str, Any]) -> RowOptimizer:
+        rows = as_torch(group)
+        mode = WeightDecayMode.DECOUPLE.value
+        return RowOptimizer(rows.kind, replace(rows.args, weight_decay_mode=mode))
+
+    return translation
+
+
 torch_optim.register(Ftrl, _ftrl)
 torch_optim.register(SmartDecayAdam, _smart_decay_adam)
+torch_optim.register(SGD, _decoupled(torch.optim.SGD))
+torch_optim.register(Adam, _decoupled(torch.optim.Adam))
+torch_optim.register(Adagrad, _decoupled(torch.optim.Adagrad))
 
 
 class Optimizer:
     """An optimizer that updates embeddings, checked when it is made.
 
-    ``optimizer``: a ``torch.optim`` SGD, Adam, AdamW or Adagrad, an :class:`Ftrl` or a
-    :class:`SmartDecayAdam` over parameters that include those of every one of ``embeddings``. It
-    does the same without this class; what this adds is that a row size that does not fit the
-    optimizer is an error here and not at the first step. Everything else (``zero_grad``,
-    ``param_groups``, ``state_dict``, ...) is that of ``optimizer``.
+    ``optimizer``: a ``torch.optim`` SGD, Adam, AdamW or Adagrad, or a :class:`SGD`, :class:`Adam`,
+    :class:`Adagrad`, :class:`Ftrl` or :class:`SmartDecayAdam` of this package, over parameters that
+    include those of every one of ``embeddings``. It does the same without this class; what this
+    adds is that a row size that does not fit the optimizer is an error here and not at the first
+    step. Everything else (``zero_grad``, ``param_groups``, ``state_dict``, ...) is that of
+    ``optimizer``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, embeddings: Sequence[Embedding]) -> None:

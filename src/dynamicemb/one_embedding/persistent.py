@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynamicemb.checkpoint.replaced import tried_again, was_replaced
 from dynamicemb.errors import (
     StoreError,
     UsageError,
     check_choice,
     check_integer,
+    check_path,
     wrong_type,
     wrong_value,
 )
 from dynamicemb.one_embedding import folders, oneflow_layout
 from dynamicemb.one_embedding.keys import KEY_TYPES
-from dynamicemb.one_embedding.sources import Source, as_ids, open_rows
+from dynamicemb.one_embedding.sources import ONEFLOW_ORDER, Source, as_ids, exchanged, open_rows
+from dynamicemb.optimizers import OptimizerKind
 from dynamicemb.routing import Routing
 from dynamicemb.table import Rows
 from dynamicemb.tiers import SsdStore
@@ -54,12 +57,15 @@ def make_persistent_table_reader(
         snapshot_name: its name.
         key_type: of the keys: int64, int32, uint64 or uint32, as a torch or NumPy type.
         value_type: of the values: float32.
-        storage_dim: floats of a row: the embedding, then the optimizer's state.
+        storage_dim: floats of a row: the embedding, then the optimizer's state, in OneFlow's order
+            (of FTRL: accumulator, then z), which is also the order of a writer's rows.
         physical_block_size: 512 or 4096, as the tables were made with.
 
     Returns an iterator of (keys [n], values [n, storage_dim]), n at most 65,536, over the folders
     in the order of ``paths``; close it, or use it as a context manager. A missing snapshot is a
     ``StoreError``. Nothing is changed or locked: an embedding may have the folders open, and go on.
+    If it takes the snapshot again before the first folder was opened, the reader reads the new one;
+    if it does so later, the reader raises ``ReplacedCheckpointError``.
     """
     return PersistentTableReader(
         _Table.checked(paths, snapshot_name, key_type, value_type, storage_dim, physical_block_size)
@@ -132,7 +138,8 @@ class PersistentTableReader:
 
     def __init__(self, table: _Table) -> None:
         self._batches: Iterator[tuple[np.ndarray, np.ndarray]] | None
-        self._batches = _read(table, _stamps(table.paths, table.name))
+        tried_again(lambda: _stamps(table.paths, table.name))  # there must be one
+        self._batches = _read(table)
 
     def __iter__(self) -> PersistentTableReader:
         return self
@@ -161,7 +168,7 @@ class PersistentTableWriter:
     def __init__(self, table: _Table, note: Mapping[str, Any] | None = None) -> None:
         """``note``: more to be noted with the snapshot, such as the optimizer of the state."""
         self._table = table
-        self._note = {"optimizer": None, **(note or {})}
+        self._note = {"optimizer": None, **ONEFLOW_ORDER, **(note or {})}
         self._routing = Routing("hash_roundrobin", len(table.paths), 0)
         self._stores: list[SsdStore] = []
         try:
@@ -228,38 +235,59 @@ class PersistentTableWriter:
             self._give_back()
 
 
-def _read(table: _Table, stamps: Sequence[int | None]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for path, stamp in zip(table.paths, stamps, strict=True):
-        with Source(
-            path,
-            table.name,
-            stamp,
-            key_type=table.key_type,
-            storage_dim=table.storage_dim,
-            physical_block_size=table.physical_block_size,
-        ) as source:
+def _read(table: _Table) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def open_first() -> tuple[list[int | None], Source]:
+        stamps = _stamps(table.paths, table.name)
+        return stamps, _source(table, 0, stamps)
+
+    stamps, source = tried_again(open_first)
+    for number in range(len(table.paths)):
+        if number > 0:
+            source = _source(table, number, stamps)
+        with source:
+            ours = source.note.get("optimizer") == OptimizerKind.FTRL.name
             for ids, values, _ in source.batches(BATCH):
                 keys = ids.numpy()
+                if ours:
+                    values = exchanged(values)
                 if table.keys.itemsize == 4:
                     keys = keys.astype(np.uint64).astype(np.uint32)
                 yield keys.view(table.keys), values.numpy()
 
 
+def _source(table: _Table, number: int, stamps: Sequence[int | None]) -> Source:
+    return Source(
+        table.paths[number],
+        table.name,
+        stamps[number],
+        key_type=table.key_type,
+        storage_dim=table.storage_dim,
+        physical_block_size=table.physical_block_size,
+    )
+
+
 def _stamps(paths: list[str], name: str) -> list[int | None]:
-    """The stamp of a snapshot in each folder; ``None`` in OneFlow's layout."""
+    """The stamp of a snapshot in each folder; ``None`` in OneFlow's layout. If the snapshot is
+    taken again between two folders, this is a ``ReplacedCheckpointError``."""
     saved = [folders.saved_in(path) for path in paths]
     stamp = folders.complete(saved).get(name)
     if stamp is not None:
         return [stamp] * len(paths)
-    for path in paths:
-        if not oneflow_layout.has_snapshot(path, name):
-            known = ", ".join(sorted(folders.saved_in(path))) or "none"
-            raise StoreError(
-                None,
-                f"there is no snapshot {name!r} in {path} (all of paths must have it); "
-                f"there is: {known}",
-            )
-    return [None] * len(paths)
+    missing = [path for path in paths if not oneflow_layout.has_snapshot(path, name)]
+    if not missing:
+        return [None] * len(paths)
+    if [folders.saved_in(path) for path in paths] != saved:
+        raise was_replaced(f"snapshot {name!r} in {missing[0]}")
+    if all(name in known for known in saved):
+        raise StoreError(
+            None, f"{', '.join(paths)} have snapshots {name!r} of different times; allowed: of one"
+        )
+    known = ", ".join(sorted(saved[paths.index(missing[0])])) or "none"
+    raise StoreError(
+        None,
+        f"there is no snapshot {name!r} in {missing[0]} (all of paths must have it); "
+        f"there is: {known}",
+    )
 
 
 def _checked_paths(paths: Any) -> list[str]:
@@ -267,10 +295,7 @@ def _checked_paths(paths: Any) -> list[str]:
         paths = [paths]
     if not isinstance(paths, (list, tuple)) or not paths:
         raise wrong_type("paths", paths, "a list of folders")
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise wrong_type("paths", path, "folders")
-    return [str(os.fspath(path)) for path in paths]
+    return [check_path("paths", path, "folders") for path in paths]
 
 
 def _checked_type(name: str, value: Any, allowed: Sequence[torch.dtype]) -> torch.dtype:

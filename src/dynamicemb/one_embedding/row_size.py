@@ -19,6 +19,20 @@ _USERS = {
     OptimizerKind.ADAM: "Adam, AdamW, Ftrl",
     OptimizerKind.SMART_DECAY_ADAM: "SmartDecayAdam",
 }
+#: The optimizers of an embedding, by the names that ``load_snapshot(optimizer=...)`` takes.
+NAMES = {
+    OptimizerKind.SGD: "sgd",
+    OptimizerKind.MOMENTUM: "momentum_sgd",
+    OptimizerKind.ADAGRAD: "exact_adagrad",
+    OptimizerKind.ADAM: "adam",
+    OptimizerKind.FTRL: "ftrl",
+    OptimizerKind.SMART_DECAY_ADAM: "smart_decay_adam",
+}
+
+
+def names_of_size(storage_dim: int, dim: int) -> list[str]:
+    """The optimizers that update rows of ``storage_dim`` floats."""
+    return [name for kind, name in NAMES.items() if row_size(kind, dim) == storage_dim]
 
 
 def row_size(kind: OptimizerKind, dim: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from dynamicemb.checkpoint.progress import ProgressBar
 from dynamicemb.checkpoint.ranks import Ranks
-from dynamicemb.errors import InvalidArgumentError, StoreError
+from dynamicemb.errors import InvalidArgumentError, StoreError, UsageError
 from dynamicemb.one_embedding import folders
 from dynamicemb.one_embedding.room import Room
 from dynamicemb.one_embedding.routed import exchange
-from dynamicemb.one_embedding.sources import Batch, Source, note_of
+from dynamicemb.one_embedding.row_size import NAMES, names_of_size
+from dynamicemb.one_embedding.sources import ONEFLOW_ORDER, Batch, Source, note_of
 from dynamicemb.optimizers import Optimizer, OptimizerArgs, OptimizerKind
 from dynamicemb.routing import Routing
 from dynamicemb.table import Progress, Table
@@ -64,8 +66,13 @@ class Snapshots:
         self._at_a_server = at_a_server
         # Of the table, when the store had all its rows, with their state's optimizer.
         self._mark: tuple[int, OptimizerKind] | None = None
+        self._passed_by: folders.Source | None = None  # a snapshot that nobody loaded, yet
         self.changed = True  # since the last snapshot that was taken or loaded
         self.last: str | None = None
+        # Whether the optimizer of the state is certain: one stepped, or the snapshot named it.
+        self._kind_known = False
+        # The snapshot that was loaded without naming it: its name, and its note on the order.
+        self._assumed: tuple[str, dict[str, Any]] | None = None
 
     @property
     def store(self) -> Store:
@@ -107,8 +114,9 @@ class Snapshots:
             self.table.flush()
         if self._own_store is not None:
             self._write_rows(self._own_store)
+        kind = self.table.optimizer.kind.name
         note = {
-            "optimizer": self.table.optimizer.kind.name,
+            **({"optimizer": kind} if self._assumed is None else self._assumed[1]),
             "progress": asdict(self.table.progress()),
             "rank": self._ranks.rank,
             "ranks": self._ranks.size,
@@ -151,19 +159,62 @@ class Snapshots:
 
     # ---- loading ----
 
-    def resume(self, wanted: bool) -> None:
-        """At the start: the newest snapshot of these ranks, or no row; but a server keeps the rows
-        that it has where there is no snapshot."""
-        known = self._complete()
-        if wanted and known:
-            name = max(known, key=lambda one: known[one])
-            self._load_own(name, known[name], None, None)
-            logger.info("%s continues from snapshot %r", self._about["name"], name)
+    def start(self, resume: bool | None) -> None:
+        """Before the first lookup: continue (see ``resume`` of the modules), or begin without rows.
+
+        Snapshots stay in any case. ``None`` keeps rows at a server, by raising.
+        """
+        newest = self._newest()
+        if resume and newest is not None and newest.stamp is not None:
+            self.load(newest.name)
+            logger.info("%s continues from snapshot %r", self._about["name"], newest.name)
             return
-        if wanted and self._at_a_server:
+        if self._at_a_server and resume:
             return
-        if len(self.table):  # what a crash left on the SSD, of no moment in particular
+        rows = sum(self._ranks.gather(len(self.table)))
+        if rows and resume is None:
+            if self._at_a_server:
+                raise UsageError(
+                    f"the server has {rows} rows of embedding {self._about['name']!r}; allowed: "
+                    "resume=True to start with them (or from the newest snapshot), or resume=False "
+                    "to delete them"
+                )
+            if newest is None:
+                self._warn(
+                    f"{rows} rows that an earlier run left in {self.path} are in no snapshot and "
+                    "are dropped; save_snapshot keeps rows"
+                )
+        if rows:  # of no moment in particular, on the SSD, or not wanted
             self.table.clear()
+        if newest is not None and resume is not False:
+            self._passed_by = newest
+
+    def _newest(self) -> folders.Source | None:
+        """The newest snapshot there is. Of these ranks each looks into its own folder, which may be
+        on a disk that no other sees."""
+        found: folders.Source | None
+        found = self._ranks.first(lambda: folders.newest_source(self.path))
+        own = self._complete()
+        if own:
+            name = max(own, key=lambda one: own[one])
+            if found is None or (found.stamp or 0) <= own[name]:
+                return folders.Source(self._folders(), name, own[name])
+        return found
+
+    def used(self) -> None:
+        """Before a lookup: warn, once, if there are snapshots and none was loaded."""
+        newest, self._passed_by = self._passed_by, None
+        if newest is not None:
+            self._warn(
+                f"embedding {self._about['name']!r} starts without rows, and {self.path} has "
+                f"snapshots; the newest is {newest.name!r}. Continue with load_snapshot"
+                f"({newest.name!r}){'' if newest.stamp is None else ' or resume=True'}, or say "
+                "resume=False. A snapshot that is saved under the same name replaces it"
+            )
+
+    def _warn(self, message: str) -> None:
+        if self._ranks.rank == 0:
+            warnings.warn(message, UserWarning, stacklevel=3)
 
     def load(
         self,
@@ -176,19 +227,39 @@ class Snapshots:
         """Return to a snapshot, of any number of ranks."""
         name = folders.check_name(name)
         own = self._complete().get(name) if path is None else None
-        mine = tuple(
-            folders.rank_folder(self.path, rank, self._ranks.size)
-            for rank in range(self._ranks.size)
-        )
-        skip = mine if path is None else None
+        skip = self._folders() if path is None else None
         found = self._ranks.first(lambda: folders.find_source(path or self.path, name, skip))
         if found is not None and (own is None or (found.stamp or 0) > own):
-            self._load_from(found, optimizer, step)
+            note = self._load_from(found, optimizer, step)
         else:
             self._require(name, own is not None)
             assert own is not None
-            self._load_own(name, own, optimizer, step)
-        self.changed, self.last = path is not None, name
+            note = self._load_own(name, own, optimizer, step)
+        self._passed_by = None
+        whole = note.get("optimizer") is not None
+        self._kind_known = self._kind_known or whole or optimizer is not None
+        self._assumed = None
+        if not self._kind_known:
+            self._assumed = name, {"optimizer": None, "order": note.get("order")}
+        # By its name alone, the snapshot gives these rows again if it is here and says all.
+        self.changed, self.last = path is not None or not whole, name
+
+    def steps(self, kind: OptimizerKind) -> None:
+        """An optimizer of this kind is about to update rows."""
+        before = self.table.optimizer.kind
+        if self._assumed is not None and kind is not before:
+            raise UsageError(
+                f"snapshot {self._assumed[0]!r} does not say which optimizer its state belongs to, "
+                f"it was taken as that of {NAMES[before]!r}, and now {NAMES[kind]!r} updates the "
+                f"rows; allowed: load_snapshot({self._assumed[0]!r}, optimizer={NAMES[kind]!r}), "
+                f"which keeps the state, or optimizer={NAMES[before]!r}, and the state starts again"
+            )
+        self._kind_known, self._assumed, self.changed = True, None, True
+
+    def _folders(self) -> tuple[str, ...]:
+        """Those of all of these ranks."""
+        size = self._ranks.size
+        return tuple(folders.rank_folder(self.path, rank, size) for rank in range(size))
 
     def _check_note(self, note: dict[str, Any], where: str) -> None:
         """Raise unless the rows of a snapshot mean what this table's do."""
@@ -201,25 +272,31 @@ class Snapshots:
 
     def _load_own(
         self, name: str, stamp: int, optimizer: Optimizer | None, step: int | None
-    ) -> None:
+    ) -> dict[str, Any]:
+        """Load a snapshot of these ranks; returns its note."""
         stored = folders.stored_name(name, stamp)
         note = self._ranks.together(lambda: self._checked_own(stored))[self._ranks.rank]
+        used = note
         if note["optimizer"] is None:
-            note = self._missing_note(self.folder, optimizer, step)
+            if self._kind_of(optimizer) is OptimizerKind.FTRL:  # rows in another order
+                here = folders.Source(self._folders(), name, stamp)
+                return self._load_from(here, optimizer, step)
+            used = self._completed(note, name, self.folder, optimizer, step)
         if self._own_store is None:
             assert isinstance(self.table, CachedTable)
             self.table.return_to(stored)
-            self._take_note(note, self.table.cache)  # the rows below have their state already
-            return
+            self._take_note(used, self.table.cache)  # the rows below have their state already
+            return note
         self.table.clear()
-        self._take_note(note, self.table)
+        self._take_note(used, self.table)
         row_bytes = 4 * self.storage_dim
         with ProgressBar(f"loading {name}", row_bytes * len(self._own_store)) as bar:
             for rows in self._own_store.export():
                 self._room.insert(rows.ids, rows.embeddings, rows.state, rows.scores)
                 bar.add(row_bytes * len(rows))
-        self._take_progress(note)
+        self._take_progress(used)
         self._mark = self._mark_of_now()
+        return note
 
     def _checked_own(self, stored: str) -> dict[str, Any]:
         note = note_of(self.folder, stored)
@@ -240,25 +317,32 @@ class Snapshots:
 
     def _load_from(
         self, found: folders.Source, optimizer: Optimizer | None, step: int | None
-    ) -> None:
-        """Read the folders of other ranks, each on one of these, and send rows to their owners."""
+    ) -> dict[str, Any]:
+        """Load a snapshot of other ranks: each of these reads some folders and sends the rows to
+        their owners. Returns its note."""
         with ExitStack() as stack:
-            opened = self._ranks.together(lambda: self._open(found, stack))
+            kind = self._kind_of(optimizer)
+            opened = self._ranks.together(lambda: self._open(found, kind, stack))
             counts, notes = zip(*opened, strict=True)
             note: dict[str, Any] = next((one for one in notes if one is not None), {})
             self._room.check_snapshot(sum(counts), self._ranks.size)
             self._mark = None
             self.table.clear()
-            if found.stamp is None or note.get("optimizer") is None:
-                note = self._missing_note(found.folders[0], optimizer, step)
-            self._take_note(note, self.table)
+            used = note
+            if note.get("optimizer") is None:
+                used = self._completed(note, found.name, found.folders[0], optimizer, step)
+            self._take_note(used, self.table)
             label = f"loading {found.name}"
             with ProgressBar(label, 4 * counts[self._ranks.rank] * self.storage_dim) as bar:
                 self._receive_all(self._sources, bar)
-            self._take_progress(note)
+            self._take_progress(used)
+        return ONEFLOW_ORDER if found.stamp is None else note
 
-    def _open(self, found: folders.Source, stack: ExitStack) -> tuple[int, dict[str, Any] | None]:
-        """Open this rank's part of the folders; (rows in them, a note)."""
+    def _open(
+        self, found: folders.Source, kind: OptimizerKind, stack: ExitStack
+    ) -> tuple[int, dict[str, Any] | None]:
+        """Open this rank's part of the folders; returns (rows in them, a note). ``kind``: the
+        optimizer of the state, if the note does not name it."""
         self._sources = []
         for folder in found.folders[self._ranks.rank :: self._ranks.size]:
             source = stack.enter_context(
@@ -269,6 +353,7 @@ class Snapshots:
                     key_type=self._key_type,
                     storage_dim=self.storage_dim,
                     physical_block_size=self._physical_block_size,
+                    kind=kind,
                 )
             )
             self._check_note(source.note, f"{found.name!r} in {folder}")
@@ -324,20 +409,34 @@ class Snapshots:
 
     # ---- what else a snapshot has ----
 
-    def _missing_note(
-        self, folder: str, optimizer: Optimizer | None, step: int | None
+    def _kind_of(self, optimizer: Optimizer | None) -> OptimizerKind:
+        """The optimizer of state whose note does not name it."""
+        return self.table.optimizer.kind if optimizer is None else optimizer.kind
+
+    def _completed(
+        self,
+        note: dict[str, Any],
+        name: str,
+        folder: str,
+        optimizer: Optimizer | None,
+        step: int | None,
     ) -> dict[str, Any]:
-        """The note of a table that does not say which optimizer its state is of."""
-        kind = self.table.optimizer.kind if optimizer is None else optimizer.kind
-        if self.table.state_dim and (optimizer is None or step is None):
-            logger.warning(
-                "%s does not say which optimizer its state belongs to; taken as that of %s after %d"
-                " steps (load_snapshot(optimizer=..., step=...) says otherwise)",
-                folder,
-                kind.name,
-                step or 0,
+        """``note``, which names no optimizer, with the optimizer and the progress to assume. Warns
+        if that may be wrong."""
+        kind = self._kind_of(optimizer)
+        progress = {**asdict(self.table.progress()), "iteration": 0, **(note.get("progress") or {})}
+        if step is not None:
+            progress["iteration"] = step
+        fitting = names_of_size(self.storage_dim, self.table.dim)
+        begun = f"{folder} does not say which optimizer its state belongs to"
+        taken = f"taken as that of {NAMES[kind]!r} after {progress['iteration']} steps"
+        if optimizer is None and not self._kind_known and len(fitting) > 1:
+            self._warn(
+                f"{begun}, and rows of this size fit {' and '.join(map(repr, fitting))}; {taken}. "
+                f"Name it: load_snapshot({name!r}, optimizer=..., step=...)"
             )
-        progress = {**asdict(self.table.progress()), "iteration": step or 0}
+        elif self.table.state_dim and (optimizer is None or step is None):
+            logger.warning("%s; %s (load_snapshot(optimizer=..., step=...))", begun, taken)
         return {"optimizer": kind.name, "progress": progress}
 
     def _take_note(self, note: dict[str, Any], empty: Table) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamicemb.errors import check_choice, check_integer, wrong_type, wrong_value
+from dynamicemb.errors import check_choice, check_integer, check_path, wrong_type, wrong_value
 from dynamicemb.tiers import RemoteStore
 from dynamicemb.tiers.remote.url import redacted
 
@@ -121,8 +121,8 @@ def make_cached_remote_store_options(
 
     Args:
         url: of the server; see docs/parameter_server.md.
-        persistent_path: the folder for snapshots. An embedding starts from the newest one there; if
-            there is none, with the rows that the server has.
+        persistent_path: the folder for snapshots. With ``resume=True`` an embedding starts from the
+            newest one there; if there is none, with the rows that the server has.
     The other arguments are those of :func:`make_cached_ssd_store_options`.
     """
     options = make_cached_ssd_store_options(
@@ -167,9 +167,7 @@ def _persistent(path: Any, block: int, hint: int) -> dict[str, Any]:
 
 
 def _folder(path: Any) -> str:
-    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise wrong_type("persistent_path", path, "a folder, or a list with one folder per rank")
-    return str(os.fspath(path))
+    return check_path("persistent_path", path, "a folder, or a list with one folder per rank")
 
 
 def _sizes(size_factor: int, storage_dim: int) -> dict[str, int]:
