@@ -25,10 +25,10 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dynamicemb.nn import BatchedDynamicEmbeddingTables
-from dynamicemb.optimizers import EmbOptimType
 from dynamicemb.options import DynamicEmbPoolingMode, DynamicEmbTableOptions
 from dynamicemb.planner.constraints import complete_options
 from dynamicemb.shard.tables import agreed_seed, table_seed
+from dynamicemb.tracing import refuse
 
 __all__ = ["DynamicEmbeddingBagCollection", "DynamicEmbeddingCollection", "make_dynamic"]
 
@@ -131,7 +131,7 @@ class _Group(nn.Module):
             [t for t, one in enumerate(configs) for _ in one.feature_names],
             pooling_mode=mode,
             device=device,
-            optimizer=EmbOptimType.SGD if optimizer is None else optimizer,
+            optimizer="sgd" if optimizer is None else optimizer,
             separate_step=optimizer is None,
             seed=[table_seed(seed, one.name) for one in configs],
             **optimizer_args,
@@ -243,6 +243,8 @@ class _DynamicCollection(nn.Module, ABC):
 
     @staticmethod
     def _check(features: Any) -> None:
+        if isinstance(features, torch.fx.Proxy):
+            refuse("torch.fx.symbolic_trace")
         if not isinstance(features, KeyedJaggedTensor):
             raise wrong_type("features", features, "a KeyedJaggedTensor")
         if features.variable_stride_per_key():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -389,3 +390,46 @@ def test_whole_models_are_saved_and_loaded() -> None:
     other.eval()
     _, remapped = other(features(9, 8, 7))
     assert remapped.values().tolist() == [1, 0, 2, 1, 0, 2]
+
+
+@pytest.mark.parametrize("bags", [True, False])
+def test_a_copied_collection_resets_its_own_rows(bags: bool) -> None:
+    model = collection(bags)
+    reset_evicted_rows(model)
+    rows(model, 1, 2)
+    copied = copy.deepcopy(model)
+    weights = [one._embedding_module.parameters() for one in (model, copied)]
+    with torch.no_grad():
+        for weight in (weight for of_model in weights for weight in of_model):
+            weight.fill_(5.0)
+    # 3 evicts an id in the copy, and the row of its slot starts anew there, and only there.
+    assert (rows(copied, 3) == 1.0).all()
+    assert all((weight == 5.0).all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("bags", [True, False])
+def test_an_averaged_model_finds_ids_where_the_model_has_them(bags: bool, reset: bool) -> None:
+    """A row averages what its id had; of an id that took the slot of another it is the model's."""
+    model = collection(bags, zch_size=5)
+    if reset:
+        reset_evicted_rows(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected: dict[int, float] = {}
+    for step in range(8):
+        ids = [step // 2 + one for one in range(3)]
+        optimizer.zero_grad()
+        (rows(model, *ids) * (step + 1)).sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        known = range(max(0, step // 2 - 1), step // 2 + 3)  # four ids have slots
+        model.eval()
+        now = {id_: rows(model, id_).flatten()[0].item() for id_ in known}
+        model.train()
+        expected = {
+            id_: 0.5 * (expected[id_] + row) if id_ in expected else row for id_, row in now.items()
+        }
+        average.eval()
+        found = {id_: rows(average.module, id_).flatten()[0].item() for id_ in known}
+        assert found == pytest.approx(expected)

@@ -26,12 +26,15 @@ from dynamicemb import (
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
     DynamicEmbTableOptions,
+    FrequencyAdmissionStrategy,
+    KVCounter,
     get_sharded_table_capacity,
     get_table_value_bytes,
 )
 from dynamicemb.dynamicemb_config import get_constraint_capacity
 from dynamicemb.errors import ArgumentTypeError, InvalidArgumentError
 from dynamicemb.get_planner import get_planner
+from dynamicemb.optimizers import Optimizer
 from dynamicemb.planner import (
     DynamicEmbeddingEnumerator,
     DynamicEmbeddingShardingPlanner,
@@ -42,6 +45,8 @@ from dynamicemb.shard import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
+from dynamicemb.tiers import SsdStore
+from dynamicemb.tiers.sizing import rows_within, table_bytes
 
 META = torch.device("meta")
 
@@ -186,6 +191,48 @@ def test_memory_is_charged_to_the_users_topology() -> None:
     model = nn.ModuleDict({"ec": EmbeddingCollection(tables=[table], device=META)})
     with pytest.raises(PlannerError):
         planner.plan(model, sharders(optimizer=EmbOptimType.ADAM))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_table_really_takes_is_charged(device: str) -> None:
+    """The cache to the device, also one that is larger than its budget, and the rows below it to
+    main memory; a budget without ``caching`` means nothing."""
+    table = config(rows=1 << 20)
+    optimizer = Optimizer.from_emb_optim_type("adam")
+
+    def charged(**options: Any) -> tuple[int, int]:
+        constraints = {"users": dynamic(**options)}
+        topology = Topology(world_size=1, compute_device=device)
+        found = []
+        for charge in (False, True):
+            enumerator = DynamicEmbeddingEnumerator(
+                topology=topology, constraints=constraints, charge_memory=charge
+            )
+            model = EmbeddingCollection(tables=[table], device=META)
+            (option,) = enumerator.enumerate(model, sharders(optimizer="adam"))
+            found.append(option.shards[0].storage)
+        return found[1].hbm - found[0].hbm, found[1].ddr - found[0].ddr
+
+    def taken(on_device: int, below: int) -> tuple[int, int]:
+        return (on_device, below) if device == "cuda" else (0, on_device + below)
+
+    rows = DynamicEmbTableOptions(dim=16, max_capacity=1 << 20)
+    whole = table_bytes(1 << 20, rows, optimizer, device=device)
+    below = table_bytes(1 << 20, rows, optimizer)
+    bucket = table_bytes(128, rows, optimizer, device=device)
+    budget = 1 << 20
+    cache = table_bytes(rows_within(budget, rows, optimizer, device=device), rows, optimizer,
+                        device=device)  # fmt: skip
+    small = {"global_hbm_for_values": 1000}
+    assert charged() == charged(**small) == taken(whole, 0)
+    assert charged(caching=True, global_hbm_for_values=budget) == taken(cache, below)
+    assert charged(caching=True, **small) == taken(bucket, below)
+    assert charged(external_storage=SsdStore.at("x"), **small) == taken(bucket, 0)
+    assert charged(caching=True, global_hbm_for_values=1 << 40) == taken(whole, 0)
+    counted = charged(
+        admission_counter=KVCounter(1024), admit_strategy=FrequencyAdmissionStrategy(2)
+    )
+    assert counted == taken(whole + 1024 * 25, 0)
 
 
 def test_without_a_topology_nothing_is_charged() -> None:

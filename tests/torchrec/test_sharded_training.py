@@ -19,6 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+import dynamicemb
 from dynamicemb import (
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
@@ -26,8 +27,9 @@ from dynamicemb import (
     DynamicEmbTableOptions,
     FrequencyAdmissionStrategy,
     KVCounter,
+    UsageError,
 )
-from dynamicemb import EmbOptimType as OurOptimType
+from dynamicemb.dump_load import get_dynamic_emb_module
 from dynamicemb.nn.discovery import find_collections
 from dynamicemb.shard import ShardedDynamicEmbeddingBagCollection
 from ranks import Ranks
@@ -157,6 +159,71 @@ def counted(rank: int, world_size: int, *, bags: bool, dedup: bool) -> None:
 def test_frequencies_and_admission_are_exact(ranks: Ranks) -> None:
     for bags, dedup in ((False, False), (False, True), (True, False)):
         ranks.run(2, counted, bags=bags, dedup=dedup)
+
+
+# ---- frozen tables ----
+
+
+def frozen(rank: int, world_size: int, *, bags: bool, dedup: bool) -> None:
+    model = sharded.dynamic_model(
+        sharded.Net(sharded.configs(bags)), sharded.SGD, world_size, dedup=dedup
+    )
+    sizes = sharded.even(BATCH, world_size)
+    batches = [sharded.share(sharded.batch(step, BATCH), sizes, rank) for step in range(3)]
+    sharded.train(model, batches[:2])
+    tables = sharded.dynamic_tables(model)
+
+    def everything() -> Any:
+        return {
+            name: (table.stats(), {k: v.tolist() for k, v in table.state_dict().items()})
+            for name, table in tables.items()
+        }
+
+    model.requires_grad_(False)
+    before = everything()
+    out = model(batches[2])
+    assert not out.requires_grad
+    assert everything() == before
+    model.eval()
+    assert torch.equal(model(batches[2]), out)
+    model.train()
+    model.requires_grad_(True)
+    sharded.train(model, batches[2:])
+    assert everything() != before
+    # The modules themselves, as they are found.
+    modules = get_dynamic_emb_module(model)
+    for module in modules:
+        module.requires_grad_(False)
+    before = everything()
+    out = model(batches[0])
+    assert not out.requires_grad
+    assert everything() == before
+    model.requires_grad_(False)
+    model.requires_grad_(True)
+    assert torch.equal(model(batches[0]), out)
+    assert everything() == before
+    for module in modules:
+        module.requires_grad_(True)
+    sharded.train(model, batches[:1])
+    assert everything() != before
+    one = next(iter(model.parameters()))
+    one.requires_grad_(False)
+    before = everything()
+    model.eval()
+    assert model(batches[2]).shape == out.shape  # evaluation reads, whoever is frozen
+    assert everything() == before
+    model.train()
+    try:
+        model(batches[2])
+    except UsageError as error:
+        assert "allowed: all of them or none" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("one frozen table of two was not refused")
+
+
+@pytest.mark.parametrize(("bags", "dedup"), [(True, False), (False, True)])
+def test_frozen_tables_only_read(ranks: Ranks, bags: bool, dedup: bool) -> None:
+    ranks.run(2, frozen, bags=bags, dedup=dedup)
 
 
 # ---- mixtures ----
@@ -314,6 +381,7 @@ def as_module(rank: int, world_size: int, *, bags: bool) -> None:
     assert set(state) == {f"collection.{prefix}.{name}.weight" for name in sharded.FEATURES}
     assert all(len(value) == 0 for value in state.values())
     assert not model.load_state_dict(state).missing_keys
+    assert not model.load_state_dict({}).missing_keys  # libraries leave empty tensors out
     assert {name for name, _ in model.named_parameters()} == set(state)
     assert set(model.fused_optimizer.params) == set(state)
     assert dict(in_backward_optimizer_filter(model.named_parameters())) == {}
@@ -349,9 +417,9 @@ def weights_are_needed(rank: int, world_size: int) -> None:
         sharded.dynamic_model(sharded.Net(tables), {"optimizer": EmbOptimType.LAMB}, world_size)
 
 
-def named_by_ours(rank: int, world_size: int) -> None:
-    """Our enum, or a string, names the optimizer of the static table beside a dynamic one too."""
-    for optimizer in (OurOptimType.EXACT_ADAGRAD, "exact_adagrad"):
+def named_by_a_string(rank: int, world_size: int) -> None:
+    """A member or a string names the optimizer of the static table beside a dynamic one too."""
+    for optimizer in (dynamicemb.EmbOptimType.EXACT_ADAGRAD, "exact_adagrad"):
         model = sharded.dynamic_model(
             sharded.Net(sharded.configs(False)),
             {"optimizer": optimizer, "learning_rate": 0.1},
@@ -362,14 +430,14 @@ def named_by_ours(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="optimizer of the static table 'goods' is 'FTRL'"):
         sharded.dynamic_model(
             sharded.Net(sharded.configs(False)),
-            {"optimizer": OurOptimType.FTRL},
+            {"optimizer": "ftrl"},
             world_size,
             static=["goods"],
         )
 
 
-def test_optimizers_named_by_our_enum(ranks: Ranks) -> None:
-    ranks.run(1, named_by_ours)
+def test_optimizers_named_by_a_string(ranks: Ranks) -> None:
+    ranks.run(1, named_by_a_string)
 
 
 def test_mistakes_are_named(ranks: Ranks) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import sharded
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor, PoolingType
 
 from dynamicemb import DynamicEmbTableOptions, EmbOptimType
@@ -115,6 +117,39 @@ def test_indices_and_weights() -> None:
         one(given).values().square().sum().backward()
         gradients.append(weights.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("bags", [True, False])
+def test_a_frozen_collection_only_reads(bags: bool) -> None:
+    net = make_dynamic(sharded.Net(sharded.configs(bags), device="cpu"))
+    net(sharded.batch(0, 5)).backward()
+    net.requires_grad_(False)
+    tables = [t for m in find_collections(net)["model.collection"] for t in m.tables]
+    before = [(t.stats(), {k: v.tolist() for k, v in t.state_dict().items()}) for t in tables]
+    frozen = net(sharded.batch(1, 5))
+    assert not frozen.requires_grad
+    after = [(t.stats(), {k: v.tolist() for k, v in t.state_dict().items()}) for t in tables]
+    assert after == before
+    assert torch.equal(net.eval()(sharded.batch(1, 5)), frozen)
+
+
+@pytest.mark.parametrize("way", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}])
+def test_a_collection_is_averaged_as_torchrecs(way: dict[str, Any]) -> None:
+    static = sharded.Net(sharded.configs(True), device="cpu")
+    dynamic = make_dynamic(copy.deepcopy(static), keep_rows=True)
+    averages = []
+    for net in (static, dynamic):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        average = AveragedModel(net, **way)
+        for step in range(5):
+            optimizer.zero_grad()
+            net(sharded.batch(step, 6)).backward()
+            optimizer.step()
+            average.update_parameters(net)
+        average.eval()
+        averages.append(average(sharded.batch(9, 6)))
+        assert not torch.equal(averages[-1], net.eval()(sharded.batch(9, 6)))
+    torch.testing.assert_close(averages[1], averages[0], rtol=1e-6, atol=1e-6)
 
 
 def test_rows_are_those_of_a_sharded_model() -> None:

@@ -260,6 +260,16 @@ class ManagedCollisionModule(TorchRecModule):  # type: ignore[misc]
         """Forget which slots were evicted and not asked for."""
         self._evicted.clear()
 
+    def follow(self, other: ManagedCollisionModule) -> torch.Tensor:
+        """Give the ids the slots that they have in ``other``, a module of the same size. Returns
+        the slots (int64, with the global offset) that belong to another id now."""
+        after = other.slot_map.state()
+        known = self.slot_map.find(after.ids)
+        self.slot_map.restore(after)
+        self._evicted.clear()
+        self._mapped = None
+        return after.slots[known != after.slots] + self._output_global_offset
+
     # ---- state ----
 
     def validate_state(self) -> None:

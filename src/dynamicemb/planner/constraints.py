@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,16 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from dynamicemb.capacity import get_sharded_table_capacity
-from dynamicemb.errors import InvalidArgumentError, check_bool, wrong_type, wrong_value
+from dynamicemb.errors import (
+    InvalidArgumentError,
+    check_bool,
+    check_choice,
+    wrong_type,
+    wrong_value,
+)
 from dynamicemb.options import (
     DEFAULT_INDEX_TYPE,
+    SUPPORTED_DIST_TYPES,
     SUPPORTED_EMBEDDING_DTYPES,
     DynamicEmbInitializerArgs,
     DynamicEmbInitializerMode,
@@ -54,7 +61,10 @@ class DynamicEmbParameterConstraints(ParameterConstraints):  # type: ignore[misc
 class DynamicEmbParameterSharding(ParameterSharding):  # type: ignore[misc]
     """A dynamic table in a sharding plan: row-wise over all ranks, its options complete.
 
-    num_embeddings: of the whole table, over which "continuous" routing spreads ids.
+    num_embeddings: of the whole table, over which "continuous" routing spreads ids; 0: as the
+        table's config says.
+    dist_type: how ids are spread over ranks; ``None``: as ``dynamicemb_options`` says. The other
+        one follows the one that is given.
     """
 
     sharding_type: str = _ROW_WISE
@@ -62,11 +72,34 @@ class DynamicEmbParameterSharding(ParameterSharding):  # type: ignore[misc]
     customized_compute_kernel: str = DynamicEmbKernel
     num_embeddings: int = 0
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+    dist_type: str | None = None
 
-    @property
-    def dist_type(self) -> str:
-        """How ids are spread over ranks."""
-        return self.dynamicemb_options.dist_type
+    def __post_init__(self) -> None:
+        named = self.dynamicemb_options.dist_type
+        if self.dist_type is None:
+            self.dist_type = named
+            return
+        check_choice("dist_type", self.dist_type, SUPPORTED_DIST_TYPES)
+        if named not in (self.dist_type, DynamicEmbTableOptions.dist_type):
+            raise wrong_value("dist_type", self.dist_type, f"{named!r}, as dynamicemb_options says")
+        self.dynamicemb_options = replace(self.dynamicemb_options, dist_type=self.dist_type)
+
+    @classmethod
+    def _additional(cls) -> list[str]:
+        torchrec = {one.name for one in fields(ParameterSharding)}
+        return [one.name for one in fields(cls) if one.name not in torchrec]
+
+    def get_additional_fused_params(self) -> dict[str, Any]:
+        """The fields that TorchRec's ``ParameterSharding`` does not have. TorchRec adds them to the
+        fused parameters of the table."""
+        return {name: getattr(self, name) for name in self._additional()}
+
+    @classmethod
+    def pop_additional_fused_params(cls, fused_params: dict[str, Any]) -> None:
+        """Remove :meth:`get_additional_fused_params` from fused parameters: they are no numbers of
+        an optimizer."""
+        for name in cls._additional():
+            fused_params.pop(name, None)
 
 
 def is_dynamic(constraints: Mapping[str, ParameterConstraints] | None, table: str) -> bool:

@@ -13,13 +13,14 @@ from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, dtype_to_data_type
 
-from dynamicemb.capacity import get_table_bytes
-from dynamicemb.optimizers import EmbOptimType
+from dynamicemb.capacity import counter_bytes
+from dynamicemb.optimizers import Optimizer
 from dynamicemb.planner.constraints import (
     DynamicEmbParameterConstraints,
     complete_options,
     is_dynamic,
 )
+from dynamicemb.tiers.layout import memory_of
 
 
 class DynamicEmbeddingEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
@@ -29,7 +30,8 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         topology, batch_size, constraints, estimator, use_exact_enumerate_order: as in TorchRec.
         charge_memory: count the memory of a full dynamic table (index, rows, optimizer state of the
             sharder's optimizer) against the topology, beside the buffers of its inputs and outputs.
-            On CUDA ``global_hbm_for_values`` says how many bytes of rows are device memory.
+            Of a table with ``caching`` or ``external_storage``: the cache, and all rows if they are
+            in main memory.
     """
 
     def __init__(
@@ -90,11 +92,13 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         data_type = dtype_to_data_type(option.tensor.dtype)
         config = BaseEmbeddingConfig(rows, dim, name=option.name, data_type=data_type)
         options = complete_options(config, constraint.dynamicemb_options, self._world_size)
-        index, values = get_table_bytes(options, self._optimizer_type(option))
+        optimizer = Optimizer.from_emb_optim_type(self._optimizer_type(option))
+        on_device, below = memory_of(options, optimizer, self._compute_device)
+        if options.admission_counter is not None:
+            on_device += counter_bytes(options.admission_counter)
         if self._compute_device == "cpu":
-            return Storage(hbm=0, ddr=index + values)
-        on_device = min(values, options.local_hbm_for_values)
-        return Storage(hbm=index + on_device, ddr=values - on_device)
+            return Storage(hbm=0, ddr=on_device + below)
+        return Storage(hbm=on_device, ddr=below)
 
     def _optimizer_type(self, option: ShardingOption) -> object:
         classes = getattr(option.tensor, "_optimizer_classes", None)
@@ -102,4 +106,4 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             return optimizer_type_to_emb_opt_type(classes[0])
         sharder = self._sharder_map.get(sharder_name(type(option.module[1])))
         fused_params = getattr(sharder, "fused_params", None) or {}
-        return fused_params.get("optimizer", EmbOptimType.SGD)
+        return fused_params.get("optimizer", "sgd")

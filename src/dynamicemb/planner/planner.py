@@ -30,7 +30,6 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from dynamicemb.capacity import get_table_bytes
 from dynamicemb.errors import InvalidArgumentError, wrong_type, wrong_value
-from dynamicemb.optimizers import EmbOptimType
 from dynamicemb.planner.constraints import (
     DynamicEmbParameterConstraints,
     DynamicEmbParameterSharding,
@@ -153,7 +152,7 @@ class DynamicEmbeddingShardingPlanner:
         rows = [("table", "dim", "dtype", "rows asked", "rows per rank", "MiB per rank", "routing")]
         for name, sharding in self._dynamic.items():
             options = sharding.dynamicemb_options
-            size = sum(get_table_bytes(options, EmbOptimType.SGD)) / 2**20
+            size = sum(get_table_bytes(options, "sgd")) / 2**20
             rows.append(
                 (
                     name,

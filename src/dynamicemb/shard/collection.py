@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType as FbgemmOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -14,7 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dynamicemb.errors import wrong_value
 from dynamicemb.nn.module import DynamicModule
-from dynamicemb.optimizers import EmbOptimType, to_optim_type
+from dynamicemb.optimizers import optim_name
+from dynamicemb.planner.constraints import DynamicEmbParameterSharding
 from dynamicemb.shard.tables import is_dynamic_info
 
 Infos = dict[str, list[EmbeddingShardingInfo]]
@@ -29,6 +30,8 @@ def separate(infos: Infos) -> Infos:
             key = sharding_type
             if is_dynamic_info(info):
                 key = f"dynamic_{sharding_type}_{info.param_sharding.dist_type}"
+                # Else tables with other options would be groups of their own.
+                DynamicEmbParameterSharding.pop_additional_fused_params(info.fused_params)
                 _keep_momentum(info)
             else:
                 _name_for_fbgemm(info)
@@ -40,22 +43,22 @@ def _keep_momentum(info: EmbeddingShardingInfo) -> None:
     """``torch.optim.SGD`` with momentum, applied in backward: TorchRec's name for it drops it."""
     classes = getattr(info.param, "_optimizer_classes", [])
     if torch.optim.SGD in classes and info.fused_params.get("momentum"):
-        info.fused_params["optimizer"] = EmbOptimType.MOMENTUM_SGD
+        info.fused_params["optimizer"] = "momentum_sgd"
 
 
 def _name_for_fbgemm(info: EmbeddingShardingInfo) -> None:
-    """The optimizer of a static table by fbgemm's own enum, where ours or a string named it."""
+    """The optimizer of a static table by fbgemm's enum, if a string named it."""
     given = (info.fused_params or {}).get("optimizer")
-    if isinstance(given, (EmbOptimType, str)):
-        name = to_optim_type(given).name
-        allowed = [one.name for one in FbgemmOptimType]
+    if isinstance(given, str):
+        name = optim_name(given)
+        allowed = [one.name for one in EmbOptimType]
         if name not in allowed:
             raise wrong_value(
                 f"optimizer of the static table {info.embedding_config.name!r}",
                 name,
                 f"{', '.join(allowed)} (or make the table dynamic)",
             )
-        info.fused_params["optimizer"] = FbgemmOptimType[name]
+        info.fused_params["optimizer"] = EmbOptimType[name]
 
 
 def with_signed_ids(features: Any) -> Any:
@@ -115,9 +118,10 @@ class DynamicCollection(nn.Module):
         for module in self.dynamic_modules():
             for table in module.tables:
                 key = prefix + self._weight_name.format(table.name)
-                if key not in state_dict or len(state_dict[key]) == 0:
+                if key in state_dict and len(state_dict[key]) == 0:
                     continue
-                if self._constructed:
+                # It is empty, and libraries leave empty tensors out.
+                if self._constructed and key in state_dict:
                     warnings.warn(
                         f"{key} has rows; table {table.name!r} is dynamic and does not take them. "
                         "Use DynamicEmbLoad, or insert them into the table",

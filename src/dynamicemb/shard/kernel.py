@@ -14,6 +14,7 @@ from torchrec.distributed.utils import append_prefix
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dynamicemb.errors import UsageError
 from dynamicemb.nn import BatchedDynamicEmbeddingTables
 from dynamicemb.shard.dedup import counts_of
 
@@ -79,11 +80,23 @@ class DynamicEmbeddingKernel(BaseEmbedding, FusedOptimizerModule):  # type: igno
     def fused_optimizer(self) -> DynamicFusedOptimizer:
         return self._optim
 
+    def _follow_freezing(self) -> None:
+        """Freeze the rows if the parameters that stand for them are frozen. The module's own handle
+        can freeze them too."""
+        frozen = [name for name, param in self._params.items() if not param.requires_grad]
+        if frozen and len(frozen) < len(self._params) and self._emb_module.training:
+            raise UsageError(
+                f"{', '.join(frozen)} of the tables {', '.join(self._params)}, which are looked up "
+                "together, are frozen (requires_grad is False); allowed: all of them or none"
+            )
+        self._emb_module.frozen = bool(frozen)
+
     # ---- lookups ----
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """[n, dim] for sequences; [batch, sum of dims] for bags, or one dimension, rank by rank and
         feature by feature, if features have batch sizes of their own."""
+        self._follow_freezing()
         module = self._emb_module
         offsets = _offsets(features)
         if len(offsets) == 1:  # no rank has an example
@@ -106,6 +119,7 @@ class DynamicEmbeddingKernel(BaseEmbedding, FusedOptimizerModule):  # type: igno
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Find or insert the rows of a later forward now; see
         :meth:`~dynamicemb.BatchedDynamicEmbeddingTables.prefetch`."""
+        self._follow_freezing()
         offsets = _offsets(features)
         if len(offsets) > 1:
             counts = counts_of(features) if self._counted else None

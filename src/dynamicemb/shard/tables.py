@@ -15,7 +15,6 @@ from torchrec.distributed.types import ShardingEnv, ShardingEnv2D
 
 from dynamicemb.errors import UsageError, wrong_value
 from dynamicemb.nn import BatchedDynamicEmbeddingTables
-from dynamicemb.optimizers import EmbOptimType
 from dynamicemb.options import (
     DynamicEmbPoolingMode,
     DynamicEmbScoreStrategy,
@@ -86,9 +85,11 @@ def shards_of(
                 ranks,
                 f"{env.world_size}, the ranks it is sharded over",
             )
+        assert sharding.dist_type is not None  # set when it was made
+        rows = sharding.num_embeddings or info.embedding_config.num_embeddings
         shards[info.embedding_config.name] = TableShard(
             sharding.dynamicemb_options,
-            Routing.of_table(sharding.dist_type, sharding.num_embeddings, env.world_size, env.rank),
+            Routing.of_table(sharding.dist_type, rows, env.world_size, env.rank),
             table_seed(seed, info.embedding_config.name),
         )
     return shards
@@ -148,7 +149,7 @@ def translate_fused_params(
     by the module that gets the numbers.
     """
     numbers = {name: value for name, value in fused_params.items() if name not in _WITHOUT_MEANING}
-    optimizer = numbers.pop("optimizer", None) or EmbOptimType.SGD
+    optimizer = numbers.pop("optimizer", None) or "sgd"
     output_dtype = numbers.pop("output_dtype", torch.float32)
     if not isinstance(output_dtype, torch.dtype):
         output_dtype = output_dtype.as_dtype()
