@@ -155,6 +155,22 @@ def test_the_client_finds_what_the_table_has(port: int) -> None:
         HttpTable("127.0.0.1:80", "user")
 
 
+def test_the_client_takes_no_memory_for_what_is_only_announced() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def announce() -> None:
+            for _ in range(2):  # the client tries a second time
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n{" % 2**50)
+
+        server = threading.Thread(target=announce, daemon=True)
+        server.start()
+        with pytest.raises(StoreError, match="127.0.0.1"):
+            HttpTable(f"http://127.0.0.1:{listening.getsockname()[1]}", "user")
+
+
 def test_several_tables_in_one_request(port: int) -> None:
     wanted = {"user": {"ids": [1, 5]}, "model.item": {"ids": ["100"]}}
     status, answer = exchange(port, "POST", "/v1/lookup", {"tables": wanted})

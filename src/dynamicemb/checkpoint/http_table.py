@@ -21,6 +21,7 @@ from dynamicemb.errors import StoreError, wrong_type, wrong_value
 BYTES = "application/octet-stream"
 TIMEOUT_SECONDS = 30.0
 MAX_LINE = 16 * 1024
+_PIECE = 1 << 20  # bytes of an answer that memory is taken for ahead
 
 
 def pack_rows(found: torch.Tensor, rows: torch.Tensor) -> tuple[memoryview, memoryview]:
@@ -149,10 +150,13 @@ class _Connection:
         while line := self._line():
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
-        content = bytearray(int(headers.get("content-length", "-1")))
+        length = int(headers.get("content-length", "-1"))
+        content = bytearray(min(length, _PIECE))
         filled = 0
-        with memoryview(content) as rest:
-            while filled < len(content):
+        while filled < length:
+            if filled == len(content):  # memory for what has come, not for what is announced
+                content.extend(bytes(min(filled, length - filled)))
+            with memoryview(content) as rest:
                 filled += self._some(self._stream.readinto(rest[filled:]))
         return int(first[1]), headers, content
 
