@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,12 @@ class ServerProcess:
     def __init__(self, path: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "dynamicemb.cli", "serve", str(path), "--port", "0"]
         self.log = ""
+        # A file takes all of a long log; a pipe that nobody reads would stop the server.
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, "--poll-seconds", "0.02", *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._stderr,
             text=True,
         )
         assert self.process.stdout is not None
@@ -70,7 +73,7 @@ class ServerProcess:
         found = re.fullmatch(r"listening on (http://([0-9.]+):(\d+))\n", line)
         if found is None:
             self.process.kill()
-            raise AssertionError(f"{line!r}: {self.process.communicate()[1]}")
+            raise AssertionError(f"{line!r}: {self.ended()}")
         self.url, self.port = found[1], int(found[3])
 
     def __enter__(self) -> ServerProcess:
@@ -78,12 +81,21 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.ended()
+
+    def ended(self) -> str:
+        """Wait for the end; what it wrote."""
+        self.process.communicate(timeout=PATIENCE_S)
+        if not self._stderr.closed:
+            with self._stderr:
+                self._stderr.seek(0)
+                self.log = self._stderr.read()
+        return self.log
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait; the exit status. ``log`` has what it wrote."""
         self.process.send_signal(number)
-        self.log = self.process.communicate(timeout=PATIENCE_S)[1]
+        self.ended()
         return self.process.returncode
 
     def get(self, path: str) -> tuple[int, Any]:

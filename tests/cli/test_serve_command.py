@@ -114,7 +114,7 @@ def _end_with_a_request_in_flight(server: ServerProcess) -> None:
     assert text.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"\r\nConnection: close\r\n" in text
     assert len(text.partition(b"\r\n\r\n")[2]) == 2 * DIM * 4 + 1
-    log = server.process.communicate(timeout=PATIENCE_S)[1]
+    log = server.ended()
     assert server.process.returncode == 0, log
     assert f"delta {DELTAS}" in log
     assert "ends after the requests that were begun" in log
